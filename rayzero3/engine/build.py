@@ -1,0 +1,93 @@
+"""From a module to chunks: rank 0's values scattered, or, on the meta device, each parameter initialised from (seed, name).
+
+A parameter that is initialised is never a function of rank or world size, and no rank ever holds more of the model than its chunks and
+one full parameter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from rayzero3.engine.flat import FlatParameter
+from rayzero3.errors import StateError
+
+Initializer = Callable[[str, Tensor, torch.Generator], None]
+"""`initialize(name, tensor, generator)` fills one full parameter, (shape) fp32 on the CPU, in place."""
+
+
+class TiedWeight(nn.Module):
+    """A module that is one parameter under its old name, dots and all."""
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        super().__init__()
+        *parents, leaf = name.split(".")
+        owner: nn.Module = self
+        for parent in parents:
+            owner.add_module(parent, nn.Module())
+            owner = owner.get_submodule(parent)
+        owner.register_parameter(leaf, parameter)
+
+
+def generator_for(seed: int, name: str) -> torch.Generator:
+    """A CPU generator that depends on (seed, name) alone."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def check_buffers(module: nn.Module, label: str, device: torch.device) -> None:
+    """Move the module's buffers to `device`, dtypes as they are. Raises StateError for a buffer without values."""
+    for owner_name, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is None:
+                continue
+            if buffer.is_meta:
+                raise StateError(
+                    f"buffer {'.'.join(filter(None, (label, owner_name, name)))}",
+                    "on the meta device",
+                    "it has no values, and nothing would ever fill it",
+                    "Make it with an explicit device='cpu' in the module's __init__.",
+                )
+            owner._buffers[name] = buffer.to(device)
+
+
+def fill_chunk(flat: FlatParameter, values: dict[str, Tensor], label: str, initialize: Initializer | None, seed: int) -> None:
+    """Fill a flat parameter's chunk.
+
+    Args:
+        values: Name -> full parameter, of the shapes in flat's layout. On the meta device they are initialised, else rank 0's count.
+        label: Name of the layer; a parameter's full name is `label.name`.
+
+    Raises:
+        StateError: values on the meta device and no `initialize`, or a parameter that it left not finite.
+    """
+    on_meta = {name for name, value in values.items() if value.is_meta}
+    if not on_meta:
+        _fill_from_first(flat, values, label)
+        return
+    if initialize is None or on_meta != set(values):
+        names = ", ".join(f"{label}.{name}" for name in sorted(on_meta))
+        raise StateError(names, "on the meta device", "it has no values", "Pass initialize=, and put all of the layer on the meta device.")
+    for overlap in flat.layout.overlaps(flat.rank):
+        name = f"{label}.{overlap.name}"
+        full = torch.full(values[overlap.name].shape, torch.nan)
+        initialize(name, full, generator_for(seed, name))
+        part = full.view(-1)[overlap.start : overlap.stop]
+        if not torch.isfinite(part).all():
+            raise StateError(name, "not finite after its initialisation", "initialize must fill every element", "Add a rule for this name.")
+        flat.chunk.data[overlap.at : overlap.at + part.numel()].copy_(part)
+
+
+def _fill_from_first(flat: FlatParameter, values: dict[str, Tensor], label: str) -> None:
+    chunks = None
+    if flat.rank == 0:
+        chunks = []
+        for rank in range(flat.layout.world_size):
+            chunks.append(torch.zeros_like(flat.chunk.data))
+            for part in flat.layout.overlaps(rank):
+                source = values[part.name].reshape(-1)[part.start : part.stop]
+                chunks[rank][part.at : part.at + source.numel()].copy_(source)
+    flat.comm.scatter_from_first(chunks, flat.chunk.data, label)

@@ -1,0 +1,119 @@
+"""FlatParameter: the parameters of one layer that travel together, laid end to end.
+
+Letters: N = world size, C = elements of one chunk.
+
+Note: zero copy. `full` is one buffer of (N*C,) in the compute dtype. The module's parameters are views into it, made once. Freeing
+resizes its storage to 0 and the next fetch fills the same storage again, so whatever autograd saved in between (often a transposed
+view) is valid again by the time that backward reads it. The views are taken from `full.data`: it has a version counter of its own,
+so that filling `full` is no in-place change in the eyes of autograd.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rayzero3.engine.comm import Comm
+from rayzero3.engine.layout import FlatLayout
+
+
+class FlatParameter:
+    """A chunk, the full buffer that it is gathered into, and the flat gradient that is reduced from.
+
+    Args:
+        shapes: Name -> shape, in order.
+        trainable: Whether the chunk gets gradients. A trainable chunk is the fp32 master; a frozen one keeps the dtype given.
+        chunk_dtype: Dtype of the chunk.
+        full_dtype: Dtype of the full parameters.
+
+    Attributes:
+        layout: The integers.
+        chunk: (C,) chunk_dtype, this rank's slice; zeros until filled. 
+        parameters: Name -> nn.Parameter, a view into the full buffer; readable only between `allocate` and `free`.
+    """
+
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], comm: Comm, device: torch.device, trainable: bool, chunk_dtype: torch.dtype, full_dtype: torch.dtype
+    ) -> None:
+        self.layout, self.rank, self.trainable = FlatLayout.of(shapes, comm.world_size), comm.rank, trainable
+        self.chunk = nn.Parameter(torch.zeros(self.layout.chunk_numel, dtype=chunk_dtype, device=device), requires_grad=trainable)
+        self._full = torch.empty(self.layout.padded_numel, dtype=full_dtype, device=device)
+        self.parameters = {
+            slot.name: nn.Parameter(self._full.data[slot.offset : slot.end].view(slot.shape), requires_grad=trainable) for slot in self.layout.slots
+        }
+        self._slots = {slot.name: slot for slot in self.layout.slots}
+        self._grad: Tensor | None = None
+        self._written: set[str] = set()
+        self.join(comm)
+        self.free()
+
+    def join(self, comm: Comm) -> None:
+        """Use another communicator of the same ranks; the chunk carries it, for the optimizer's global norm."""
+        self.comm = self.chunk.comm = comm
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full buffer that are allocated now."""
+        return self._full.untyped_storage().nbytes()
+
+    def allocate(self) -> Tensor:
+        """Allocate the full buffer and put this rank's chunk into its slice. Returns the buffer, (N*C,), ready for an in-place gather."""
+        self._full.untyped_storage().resize_(self.layout.padded_numel * self._full.element_size())
+        start, stop = self.layout.rank_range(self.rank)
+        with torch.no_grad():
+            self._full[start:stop].copy_(self.chunk)
+        return self._full
+
+    def free(self) -> None:
+        """Give the full buffer's memory back. The views stay, unreadable until the next fetch."""
+        self._full.untyped_storage().resize_(0)
+
+    def gather_values(self, label: str) -> dict[str, Tensor]:
+        """Every parameter at the chunk's precision, (shape) chunk dtype, on every rank. Costs the whole flat parameter in memory."""
+        full = self.chunk.data.new_empty(self.layout.padded_numel)
+        start, stop = self.layout.rank_range(self.rank)
+        full[start:stop] = self.chunk.data
+        self.comm.all_gather(full, label).wait()
+        return {slot.name: full[slot.offset : slot.end].view(slot.shape).clone() for slot in self.layout.slots}
+
+    def write_grad(self, name: str) -> None:
+        """Move a parameter's gradient into the flat gradient; what came earlier in the same backward is added to."""
+        parameter = self.parameters[name]
+        grad, parameter.grad = parameter.grad, None
+        if grad is None:
+            return
+        if self._grad is None:
+            self._grad = torch.empty_like(self._full)
+        slot = self._slots[name]
+        place = self._grad[slot.offset : slot.end].view(slot.shape)
+        if name in self._written:
+            place.add_(grad)
+        else:
+            place.copy_(grad)
+            self._written.add(name)
+
+    def take_grad(self) -> tuple[Tensor, list[str]]:
+        """The flat gradient, (N*C,) full dtype, ready to reduce, and the names that got none.
+
+        Zeros stand in the gaps, in the padding, and for parameters without a gradient: whatever lay in that memory never counts.
+        """
+        missing = [slot for slot in self.layout.slots if slot.name not in self._written and slot.numel]
+        grad, self._grad = self._grad, None
+        if grad is None:
+            grad = torch.zeros_like(self._full)
+        else:
+            for start, stop in self.layout.gaps() + [(slot.offset, slot.end) for slot in missing]:
+                grad[start:stop].zero_()
+        self._written = set()
+        return grad, [slot.name for slot in missing]
+
+    def drop_grad(self) -> None:
+        """Forget a gradient that was not reduced, after an exception."""
+        self._grad, self._written = None, set()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def accumulate(self, reduced: Tensor, divisor: int) -> None:
+        """Add a reduced gradient, (C,) fp32, divided by `divisor`, to the chunk's gradient."""
+        reduced = reduced.div_(divisor) if divisor != 1 else reduced
+        self.chunk.grad = reduced if self.chunk.grad is None else self.chunk.grad.add_(reduced)

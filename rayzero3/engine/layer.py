@@ -1,0 +1,303 @@
+"""Zero3Layer: a module whose parameters are held in chunks and fetched when it computes.
+
+Letters: N = world size, C = elements of one chunk.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from rayzero3.engine.build import Initializer, TiedWeight, check_buffers, fill_chunk
+from rayzero3.engine.calls import Call
+from rayzero3.engine.comm import Comm, Pending
+from rayzero3.engine.flat import FlatParameter
+from rayzero3.engine.order import FetchOrder
+from rayzero3.engine.state import LayerState, check_transition
+from rayzero3.errors import StateError
+
+
+class Zero3Layer(nn.Module):
+    """Shard a module's parameters over the ranks; gather them around its forward and backward, reduce-scatter their gradients.
+
+    A module with real values takes rank 0's, scattered. A module on the meta device is initialised one parameter at a time from
+    (seed, name), each rank keeping its slice. Floating inputs are cast to the compute dtype; buffers keep theirs. A parameter that
+    another Zero3Layer already holds is tied: it moves into a layer of its own that both hold.
+
+    Args:
+        module: The module; its parameters are replaced by views.
+        rank, world_size: Of this process; must be those of the process group.
+        device: Where it computes and where the chunks lie.
+        dtype: Compute dtype: fp32, bf16 or fp16. Trainable chunks are fp32 whatever it is; frozen ones keep the parameter's dtype.
+        group: Process group; None for the default one.
+        name: First part of the parameters' names; Zero3Sequential gives the position if it is None.
+        initialize: Fills one parameter; needed for modules on the meta device, and so is a name.
+        seed: For `initialize`.
+
+    Attributes:
+        module: The module; its parameters are readable while the layer is FETCHED.
+        state: LayerState.
+        trainable: The trainable FlatParameter, or None.
+        frozen: The frozen ones, one per dtype.
+        held: The layers of tied weights that this layer uses.
+
+    Cost: between steps 4*C bytes (and 8*C in Adam); while FETCHED N*C elements of the compute dtype in addition.
+
+    Raises:
+        StateError: rank or world_size are not the group's; a parameter or buffer without values.
+
+    Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.3; the seed article's Zero3Layer.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rank: int,
+        world_size: int,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float32,
+        *,
+        group: dist.ProcessGroup | None = None,
+        name: str | None = None,
+        initialize: Initializer | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        comm = Comm(group)
+        if (rank, world_size) != (comm.rank, comm.world_size):
+            raise StateError(
+                "(rank, world_size)", (rank, world_size), f"this process is {(comm.rank, comm.world_size)} in its process group", "Pass those."
+            )
+        self.module, self.name, self.device, self.dtype = module, name, torch.device(device), dtype
+        self.state = LayerState.CHUNKED
+        self.trainable: FlatParameter | None = None
+        self.frozen: list[FlatParameter] = []
+        self.held: list[Zero3Layer] = []
+        self._pending: list[Pending] = []
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._fired: set[str] = set()
+        self._warned = False
+        self.join(FetchOrder([self], comm, keep_last=False))
+        check_buffers(module, self.label, self.device)
+        self._hold_tied()
+        self._shard(initialize if name is not None else None, seed)
+
+    @property
+    def label(self) -> str:
+        """How errors and the ledger call this layer."""
+        return self.name if self.name is not None else type(self.module).__name__
+
+    @property
+    def flats(self) -> list[FlatParameter]:
+        """The layer's own flat parameters, the trainable one first."""
+        return ([self.trainable] if self.trainable is not None else []) + self.frozen
+
+    @property
+    def comm(self) -> Comm:
+        """The communicator that this layer shares with the others of its order."""
+        return self._order.comm
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a recorded call of this layer has not had its backward."""
+        return len(self._calls) > 0
+
+    def join(self, order: FetchOrder) -> None:
+        """Join a schedule, and with it its communicator."""
+        self._order = order
+        for flat in self.flats:
+            flat.join(order.comm)
+
+    def get_trainable_chunk(self) -> list[nn.Parameter]:
+        """The trainable chunks that this layer uses, each (C,) fp32: those of tied weights, then its own."""
+        return [layer.trainable.chunk for layer in (*self.held, self) if layer.trainable is not None]
+
+    def fetch_params(self) -> None:
+        """All-gather this layer's chunks so that its module can compute.
+
+        State: CHUNKED -> FETCHED. No-op if FETCHED; waits if a prefetch is in flight. Every rank calls it in the same order.
+
+        Shapes:
+            chunk: (C,), this rank's slice; read, not changed.
+            full: (N*C,) compute dtype; allocated here, freed by `cleanup_params`.
+
+        Cost: + N*C*itemsize bytes of memory; (N-1)*C*itemsize bytes received per rank.
+
+        Raises:
+            StateError: called while gradients are being reduced.
+            CollectiveError: a rank is gone, or is at another collective.
+        """
+        self.start_fetch()
+        if self.state is LayerState.FETCHING:
+            for pending in self._pending:
+                pending.wait()
+            self._pending = []
+            self._move(LayerState.FETCHED)
+
+    def start_fetch(self) -> None:
+        """Launch the gather and return. State: CHUNKED -> FETCHING; no-op if FETCHING or FETCHED."""
+        if self.state not in (LayerState.FETCHING, LayerState.FETCHED):
+            self._move(LayerState.FETCHING)
+            self._pending = [self.comm.all_gather(flat.allocate(), self.label) for flat in self.flats]
+
+    def cleanup_params(self) -> None:
+        """Free the full parameters, keep the chunks. State: FETCHED -> CHUNKED; no-op if CHUNKED."""
+        if self.state is LayerState.FETCHED:
+            for flat in self.flats:
+                flat.free()
+            self._move(LayerState.CHUNKED)
+
+    def release(self) -> None:
+        """Bring the layer to CHUNKED from whatever fetch it is in, waiting for a gather in flight."""
+        if self.state in (LayerState.FETCHING, LayerState.FETCHED):
+            self.fetch_params()
+            self.cleanup_params()
+
+    def start_reduce(self) -> None:
+        """Launch the reduce-scatter of the flat gradient. State: CHUNKED -> REDUCING.
+
+        A parameter without a gradient counts as zeros and is named in a warning, once.
+        """
+        self._move(LayerState.REDUCING)
+        grad, missing = self.trainable.take_grad()
+        if missing and not self._warned:
+            self._warned = True
+            names = ", ".join(f"{self.label}.{name}" for name in missing)
+            warnings.warn(f"{names}: no gradient in this backward; zeros are reduced in its place.", stacklevel=2)
+        self._fired.clear()
+        self._pending = [self.comm.reduce_scatter(grad, self.label)]
+
+    def finish_reduce(self) -> None:
+        """Add the reduced gradient to the chunk's gradient. State: REDUCING -> CHUNKED."""
+        self.trainable.accumulate(self._pending.pop().wait(), self.comm.world_size if self._order.average else 1)
+        self._move(LayerState.CHUNKED)
+
+    def drop(self) -> None:
+        """After an exception: forget the calls, every collective in flight, and gradients that were not reduced."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        for flat in self.flats:
+            flat.free()
+            flat.drop_grad()
+        self._fired.clear()
+        self._calls.clear()
+        self.state = LayerState.CHUNKED
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward with full parameters."""
+        call = Call(self)
+        self._order.before_forward(self)
+        try:
+            args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
+            args, kwargs = call.watch_inputs(args, kwargs)
+            output = self.module(*args, **kwargs)
+            recorded = call.watch_outputs(output)
+        except BaseException:
+            self._order.forward_failed()
+            raise
+        if recorded:
+            self._calls.add(call)
+        self._order.after_forward(self, recorded)
+        return output
+
+    def call_begins_backward(self, call: Call) -> None:
+        """Autograd reached an output of `call`: fetch before its nodes run."""
+        self._calls.add(call)
+        self._order.before_backward(self)
+
+    def call_ends_backward(self, call: Call) -> None:
+        """The gradients of the inputs of `call` are there."""
+        self._calls.discard(call)
+        self._finish_if_done()
+
+    def _grad_ready(self, name: str) -> None:
+        self.trainable.write_grad(name)
+        self._fired.add(name)
+        if len(self._fired) == len(self.trainable.parameters):
+            for call in [call for call in self._calls if not call.has_grad_inputs]:
+                self._calls.discard(call)
+            self._finish_if_done()
+
+    def _finish_if_done(self) -> None:
+        if not self._calls:
+            self._order.backward_done(self)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    def _move(self, state: LayerState) -> None:
+        self.state = check_transition(self.label, self.state, state)
+
+    def _hold_tied(self) -> None:
+        """Find parameters that another layer holds, and use them from there."""
+        for parameter in list(self.module.parameters()):
+            home, name = getattr(parameter, "zero3_home", (lambda: None, ""))
+            if home() is not None:
+                tied = home()._split_off(name)
+                parameter.zero3_home = (weakref.ref(tied), name)
+                self.held.append(tied)
+                _replace(self.module, {id(parameter): tied.trainable_or_frozen.parameters[name]})
+
+    def _split_off(self, name: str) -> Zero3Layer:
+        """Move one parameter into a layer of its own, which this layer then holds."""
+        if isinstance(self.module, TiedWeight):
+            return self
+        values = {id(flat.parameters[slot]): value for flat in self.flats for slot, value in flat.gather_values(self.label).items()}
+        parameters = {id(view): nn.Parameter(values[id(view)], view.requires_grad) for view in self.module.parameters() if id(view) in values}
+        moved = parameters[id(self.module.get_parameter(name))]
+        _replace(self.module, parameters)
+        tied = Zero3Layer(
+            TiedWeight(name, moved), self.comm.rank, self.comm.world_size, self.device, self.dtype, group=self.comm.group, name=self.name
+        )
+        _replace(self.module, {id(moved): tied.trainable_or_frozen.parameters[name]})
+        self.held.append(tied)
+        self._shard(None, 0)
+        return tied
+
+    @property
+    def trainable_or_frozen(self) -> FlatParameter:
+        """The only flat parameter of a layer that has just one."""
+        (flat,) = self.flats
+        return flat
+
+    def _shard(self, initialize: Initializer | None, seed: int) -> None:
+        """Replace the module's own parameters by views of flat parameters, and fill the chunks."""
+        elsewhere = {id(parameter) for layer in self.held for flat in layer.flats for parameter in flat.parameters.values()}
+        groups: dict[tuple[bool, torch.dtype], dict[str, nn.Parameter]] = {}
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) not in elsewhere:
+                trainable = parameter.requires_grad
+                groups.setdefault((not trainable, torch.float32 if trainable else parameter.dtype), {})[name] = parameter
+        self.trainable, self.frozen, views = None, [], {}
+        for (frozen, chunk_dtype), values in sorted(groups.items(), key=lambda group: (group[0][0], str(group[0][1]))):
+            shapes = {name: tuple(value.shape) for name, value in values.items()}
+            flat = FlatParameter(shapes, self.comm, self.device, not frozen, chunk_dtype, self.dtype if chunk_dtype.is_floating_point else chunk_dtype)
+            fill_chunk(flat, {name: value.detach() for name, value in values.items()}, self.label, initialize, seed)
+            for name, value in values.items():
+                views[id(value)] = flat.parameters[name]
+                value.zero3_home = (weakref.ref(self), name)
+            if frozen:
+                self.frozen.append(flat)
+            else:
+                self.trainable = flat
+                self._hook_gradients()
+        _replace(self.module, views)
+
+    def _hook_gradients(self) -> None:
+        me = weakref.ref(self)
+        for name, parameter in self.trainable.parameters.items():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: me()._grad_ready(name))
+
+
+def _replace(module: nn.Module, by_identity: dict[int, nn.Parameter]) -> None:
+    for owner in module.modules():
+        for attribute, parameter in owner._parameters.items():
+            if id(parameter) in by_identity:
+                owner._parameters[attribute] = by_identity[id(parameter)]

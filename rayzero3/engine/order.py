@@ -1,0 +1,140 @@
+"""FetchOrder: which layer is fetched, freed and reduced when.
+
+Layers are fetched in the order of the forward, one ahead (`prefetch`), and in the reverse order in backward, one behind. They reduce in
+the reverse of the fetch order, whatever order their gradients become ready in, so that the collectives meet on all ranks. The fetch of
+layer i-1 is launched before the reduce of layer i, since collectives of one communicator run in launch order.
+
+Memory: 1 + prefetch layers of full parameters, beside the last layer (kept from its forward to its backward) and tied weights (kept
+from their first use to their last); at most two flat gradients, one that fills up and one in flight.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from rayzero3.engine.comm import Comm
+from rayzero3.engine.state import LayerState
+
+if TYPE_CHECKING:
+    from rayzero3.engine.layer import Zero3Layer
+
+
+class FetchOrder:
+    """The schedule of some layers. Layers hold it; it holds them weakly.
+
+    Args:
+        layers: In the order in which the forward calls them.
+        comm: The communicator of all of them.
+        prefetch: How many layers are fetched ahead of the one that computes.
+        keep_last: Whether the last layer stays fetched from its forward to its backward, which would fetch it first.
+        average: Whether reduced gradients are divided by the world size.
+    """
+
+    def __init__(self, layers: list[Zero3Layer], comm: Comm, prefetch: int = 1, keep_last: bool = True, average: bool = True) -> None:
+        self.comm, self.prefetch, self.keep_last, self.average = comm, prefetch, keep_last, average
+        self._callers = [weakref.ref(layer) for layer in layers]
+        self._position = {id(layer): index for index, layer in enumerate(layers)}
+        self._begin()
+
+    def layers(self) -> list[Zero3Layer]:
+        """All layers in fetch order: a tied weight's layer comes before its first user."""
+        found: dict[int, Zero3Layer] = {}
+        for caller in self._callers:
+            layer = caller()
+            for member in (*layer.held, layer):
+                found.setdefault(id(member), member)
+        return list(found.values())
+
+    def before_forward(self, layer: Zero3Layer) -> None:
+        """Fetch `layer` and launch the fetch of what follows. The first layer's call starts a new forward: nothing stale stays fetched."""
+        if self._in_backward and not _autograd_runs():
+            self.reset()
+        if not self._in_backward and self._position[id(layer)] == 0:
+            for other in self.layers():
+                other.release()
+        self._fetch(layer, +1)
+
+    def after_forward(self, layer: Zero3Layer, recorded: bool) -> None:
+        """Free `layer`, unless a recomputation inside backward or its own backward needs it at once.
+
+        Args:
+            recorded: Whether autograd recorded the call, so that a backward may come.
+        """
+        if self._in_backward:
+            return
+        position = self._position[id(layer)]
+        if not (recorded and self.keep_last and position == len(self._callers) - 1):
+            layer.cleanup_params()
+        if not recorded:
+            for tied in layer.held:
+                if not any(tied in caller().held for caller in self._callers[position + 1 :]):
+                    tied.cleanup_params()
+
+    def before_backward(self, layer: Zero3Layer) -> None:
+        """Fetch `layer` for its backward and launch the fetch of the one before it."""
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        self._fetch(layer, -1)
+
+    def backward_done(self, layer: Zero3Layer) -> None:
+        """`layer` has its gradients: free its parameters and reduce all layers whose turn it is."""
+        layer.cleanup_params()
+        self._ready.add(id(layer))
+        self._reduce_ready()
+
+    def forward_failed(self) -> None:
+        """A layer's module raised. A recomputation inside backward may do so by design, so there nothing is dropped."""
+        if not self._in_backward:
+            self.reset()
+
+    def reset(self) -> None:
+        """Drop everything in flight, after an exception: the next forward starts from chunks alone."""
+        for layer in self.layers():
+            layer.drop()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._in_backward = False
+        self._ready: set[int] = set()
+        self._reduced = 0
+        self._in_flight: Zero3Layer | None = None
+
+    def _fetch(self, layer: Zero3Layer, direction: int) -> None:
+        for member in (*layer.held, layer):
+            member.fetch_params()
+        position = self._position[id(layer)]
+        for distance in range(1, self.prefetch + 1):
+            neighbour = position + direction * distance
+            if 0 <= neighbour < len(self._callers):
+                other = self._callers[neighbour]()
+                if direction > 0 or other.awaits_backward:
+                    for member in (*other.held, other):
+                        member.start_fetch()
+
+    def _reduce_ready(self) -> None:
+        queue = [layer for layer in reversed(self.layers()) if layer.trainable is not None]
+        while self._reduced < len(queue) and id(queue[self._reduced]) in self._ready:
+            layer = queue[self._reduced]
+            if self._in_flight is not None:
+                self._in_flight.finish_reduce()
+            layer.start_reduce()
+            self._in_flight = layer
+            self._reduced += 1
+
+    def _end_of_backward(self) -> None:
+        """Flush what no hook has reduced, with zeros where a gradient is missing; leave every layer CHUNKED."""
+        for layer in reversed(self.layers()):
+            layer.release()
+            if id(layer) not in self._ready:
+                self.backward_done(layer)
+        if self._in_flight is not None:
+            self._in_flight.finish_reduce()
+        self._begin()
+
+
+def _autograd_runs() -> bool:
+    return torch._C._current_graph_task_id() >= 0
