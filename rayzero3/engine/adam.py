@@ -32,6 +32,18 @@ class Zero3Adam(torch.optim.AdamW):
         """The chunks, in order."""
         return [chunk for group in self.param_groups for chunk in group["params"]]
 
+    @property
+    def updates(self) -> int:
+        """Updates made so far, skipped ones not counted. Waits for the device."""
+        steps = [int(self.state[chunk]["step"]) for chunk in self.chunks if "step" in self.state[chunk]]
+        return max(steps, default=0)
+
+    def empty_state(self, chunk: nn.Parameter, updates: int) -> dict[str, Tensor]:
+        """Give a chunk the state of `updates` updates with zero moments, for a checkpoint to fill; exp_avg, exp_avg_sq (C,) and step ()."""
+        state = {"exp_avg": torch.zeros_like(chunk.data), "exp_avg_sq": torch.zeros_like(chunk.data)}
+        self.state[chunk] = {"step": torch.tensor(float(updates), dtype=torch.float32, device=chunk.device), **state}
+        return state
+
     def global_norm(self) -> Tensor:
         """2-norm of all gradients over all ranks: () fp64 on the device. Padding is zero and adds nothing. Every rank calls it."""
         grads = [chunk.grad for chunk in self.chunks if chunk.grad is not None]

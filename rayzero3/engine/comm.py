@@ -34,9 +34,13 @@ class Pending:
         result: What the collective produced, valid after `wait()`.
     """
 
-    def __init__(self, works: Sequence[dist.Work], fail: Callable[[Exception], CollectiveError], finish: Callable[[], Tensor]) -> None:
-        self._works, self._fail, self._finish = works, fail, finish
+    def __init__(self, launch: Callable[[], Sequence[dist.Work]], fail: Callable[[Exception], CollectiveError], finish: Callable[[], Tensor]) -> None:
+        self._fail, self._finish = fail, finish
         self.result: Tensor | None = None
+        try:
+            self._works = launch()
+        except Exception as error:  # what torch raises here depends on the backend
+            raise fail(error) from error
 
     def wait(self) -> Tensor:
         """Order what follows on the compute stream after the collective. Raises CollectiveError when it failed or timed out."""
@@ -44,7 +48,7 @@ class Pending:
             try:
                 for work in self._works:
                     work.wait()
-            except Exception as error:  # what torch raises here depends on the backend
+            except Exception as error:  # as above
                 raise self._fail(error) from error
             self.result = self._finish()
             self._works = ()
@@ -86,10 +90,16 @@ class Comm:
         chunk = full.numel() // self.world_size
         slices = full.split(chunk) if chunk else []
         tag, fail = self._enter("fetch", name, (self.world_size - 1) * chunk * full.element_size())
-        if not self._point_to_point:
+
+        def launch() -> Sequence[dist.Work]:
+            if not chunk:
+                return ()
+            if self._point_to_point:
+                return self._exchange([slices[self.rank]] * self.world_size, slices, tag)
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-            return Pending([gather(full, slices[self.rank], group=self.group, async_op=True)] if chunk else (), fail, lambda: full)
-        return Pending(self._exchange([slices[self.rank]] * self.world_size, slices, tag) if chunk else (), fail, lambda: full)
+            return [gather(full, slices[self.rank], group=self.group, async_op=True)]
+
+        return Pending(launch, fail, lambda: full)
 
     def reduce_scatter(self, full: Tensor, name: str) -> Pending:
         """Sum this rank's slice over all ranks, in rank order and in fp32.
@@ -103,14 +113,14 @@ class Comm:
         chunk = full.numel() // self.world_size
         tag, fail = self._enter("reduce", name, (self.world_size - 1) * chunk * full.element_size())
         if not chunk:
-            return Pending((), fail, lambda: full.new_zeros(0, dtype=torch.float32))
+            return Pending(lambda: (), fail, lambda: full.new_zeros(0, dtype=torch.float32))
         if not self._point_to_point:
             total = full.new_empty(chunk, dtype=torch.float32)
             scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-            return Pending([scatter(total, full.float(), group=self.group, async_op=True)], fail, lambda: total)
+            return Pending(lambda: [scatter(total, full.float(), group=self.group, async_op=True)], fail, lambda: total)
         outgoing = full.split(chunk)
         incoming = [outgoing[rank] if rank == self.rank else full.new_empty(chunk) for rank in range(self.world_size)]
-        return Pending(self._exchange(outgoing, incoming, tag), fail, lambda: _sum_in_order(incoming))
+        return Pending(lambda: self._exchange(outgoing, incoming, tag), fail, lambda: _sum_in_order(incoming))
 
     def gather_rows(self, row: Tensor, name: str) -> Tensor:
         """Every rank's row, for small things such as counts, norms and verdicts. Blocks.
@@ -138,12 +148,17 @@ class Comm:
             out: (C,), filled.
         """
         tag, fail = self._enter("scatter", name, 0 if self.rank else (self.world_size - 1) * out.numel() * out.element_size())
-        if self.rank == 0:
-            out.copy_(chunks[0])
-            works = [dist.isend(chunks[peer], group=self.group, group_dst=peer, tag=tag) for peer in self.peers] if out.numel() else []
-        else:
-            works = [dist.irecv(out, group=self.group, group_src=0, tag=tag)] if out.numel() else []
-        Pending(works, fail, lambda: out).wait()
+
+        def launch() -> Sequence[dist.Work]:
+            if self.rank == 0:
+                out.copy_(chunks[0])
+            if not out.numel():
+                return ()
+            if self.rank == 0:
+                return [dist.isend(chunks[peer], group=self.group, group_dst=peer, tag=tag) for peer in self.peers]
+            return [dist.irecv(out, group=self.group, group_src=0, tag=tag)]
+
+        Pending(launch, fail, lambda: out).wait()
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[dist.Work]:
         works = [dist.irecv(incoming[peer], group=self.group, group_src=peer, tag=tag) for peer in self.peers]

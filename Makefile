@@ -1,0 +1,21 @@
+PYTHON ?= python3
+BIN := .venv/bin
+CORPUS := data/stdlib
+export RAY_USAGE_STATS_ENABLED = 0
+
+.PHONY: demo test clean
+
+demo: .venv/ready
+	$(BIN)/rayzero3 tokenize "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" --pattern "*.py" --vocab-size 1024 --out $(CORPUS)
+	$(BIN)/rayzero3 submit jobs/quickstart.yaml
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv data runs

@@ -1,0 +1,139 @@
+"""Launch: the driver of a job on the cluster. `python -m rayzero3.train.launch job.yaml` is the entrypoint that `submit` gives to Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+import ray
+import ray.train
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from rayzero3.checkpoint.format import newest
+from rayzero3.config import Job, load_job
+from rayzero3.data.manifest import Manifest, check_shards
+from rayzero3.data.pack import packing_index
+from rayzero3.errors import ClusterError, ConfigError, RayZero3Error, TrainingError
+from rayzero3.train.process_group import ProcessGroup
+from rayzero3.train.progress import Progress
+from rayzero3.train.run import Run
+from rayzero3.train.summary import comparison, loss_curve, next_commands
+from rayzero3.train.worker import train_worker
+
+POLL_S = "0.2"
+"""Seconds between two looks of Ray Train's controller at its workers: how long a report blocks and a death goes unseen."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What each worker takes from the cluster.
+
+    Attributes:
+        gpu: Whether a worker has a GPU.
+        worker_cpus: Logical CPUs reserved for a worker, at most 1: less where the workers would leave none for the data.
+        data_cpus: Logical CPUs that a worker's data tasks may take.
+    """
+
+    gpu: bool
+    worker_cpus: float
+    data_cpus: float
+
+    @classmethod
+    def of(cls, job: Job, total: dict[str, float]) -> Resources:
+        """Share a cluster of `total` resources. Raises ClusterError if the workers don't fit."""
+        count, cpus, gpus = job.workers.count, total.get("CPU", 0.0), total.get("GPU", 0.0)
+        gpu = job.workers.device == "gpu" or (job.workers.device == "auto" and gpus >= 1)
+        has, kind = (gpus, "GPUs") if gpu else (cpus, "CPUs")
+        if count > has:
+            raise ClusterError("workers.count", count, f"the cluster has {has:g} {kind}", f"Set workers.count to at most {has:g}, or add nodes.")
+        worker_cpus = min(1.0, cpus / (count + 1))
+        return cls(gpu, worker_cpus, (cpus - count * worker_cpus) / count)
+
+
+def fit(job: Job) -> None:
+    """Train a job on the cluster that this process is connected to, to its end, restarts included.
+
+    Raises:
+        ClusterError: the cluster can't hold the workers.
+        TrainingError: workers failed more often than the job allows; the error shows rank and cause.
+    """
+    resources = Resources.of(job, ray.cluster_resources())
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={"job": job.model_dump(mode="json"), "data_cpus": resources.data_cpus},
+        torch_config=ProcessGroup(timeout_s=round(job.workers.timeout_s)),
+        scaling_config=ScalingConfig(
+            num_workers=job.workers.count,
+            use_gpu=resources.gpu,
+            resources_per_worker={"CPU": resources.worker_cpus, **({"GPU": 1} if resources.gpu else {})},
+            placement_strategy="PACK" if resources.gpu else "SPREAD",
+        ),
+        # A name of its own for every driver: where to go on is for our manifests to say, not for Ray's snapshot of an earlier driver.
+        run_config=RunConfig(
+            name=f"{job.name}-{time.time_ns()}",
+            storage_path=str(job.run_folder / "ray"),
+            failure_config=FailureConfig(max_failures=job.workers.max_restarts),
+        ),
+    )
+    try:
+        trainer.fit()
+    except ray.train.WorkerGroupError as error:
+        raise _explain(job, error.worker_failures) from None
+    except ray.train.TrainingFailedError as error:
+        raise TrainingError("training failed", None, str(error), "See the driver's log above.") from None
+
+
+def _explain(job: Job, failures: dict[int, Exception]) -> TrainingError:
+    """Name the rank whose failure is a cause, not a consequence, and where its traceback is."""
+    causes = {rank: getattr(error, "cause", None) or error for rank, error in failures.items()}
+    rank = min(causes, key=lambda rank: ("CollectiveError" in type(causes[rank]).__name__, rank))
+    files = sorted((job.run_folder / f"rank-{rank:04d}").glob("error-*.txt"))
+    where = f"Its traceback is in {files[-1]}." if files else "It died without a traceback: killed, or out of memory."
+    text = str(causes[rank]).strip()
+    return TrainingError(f"{len(failures)} of {job.workers.count} workers failed; rank {rank} first", None, text.splitlines()[-1] if text else None, where)
+
+
+def check(job: Job) -> None:
+    """All that can be known to be wrong before a worker starts. Builds the packing indices while at it."""
+    manifest = Manifest.load(job.data.path)
+    check_shards(job.data.path, manifest)
+    if job.model.vocab_size is not None and job.model.vocab_size < manifest.vocab_size:
+        raise ConfigError("model.vocab_size", job.model.vocab_size, f"the tokenizer has {manifest.vocab_size} tokens", "Raise it, or leave it out.")
+    for split in ("train", "validation"):
+        packing_index(job.data.path, manifest, split, job.data.sequence_length)
+
+
+def run_job(job: Job) -> None:
+    """Check, lock, train and sum up."""
+    check(job)
+    run = Run(job.run_folder)
+    ray.init(log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
+    with run.lock(os.environ.get("RAYZERO3_JOB_ID", str(os.getpid()))):
+        (run.folder / "job.yaml").write_text(job.to_yaml(), encoding="utf-8")
+        found = newest(run.checkpoints)
+        if found is not None and found[1].step >= job.train.steps:
+            print(f"the run is at step {found[1].step} of {job.train.steps} already: nothing to train")
+        else:
+            with Progress(job, run):
+                fit(job)
+    print(loss_curve(run), comparison(job, run), next_commands(job), sep="\n\n", flush=True)
+
+
+def main(path: str) -> int:
+    """Run the job of a file; the exit code."""
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", POLL_S)
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
+    try:
+        run_job(load_job(path))
+    except RayZero3Error as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

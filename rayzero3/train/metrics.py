@@ -1,0 +1,75 @@
+"""Metrics: what the run tells about its steps. Rank 0 writes metrics.jsonl; every rank writes which samples it consumed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from rayzero3.errors import TrainingError
+from rayzero3.train.loop import StepResult
+from rayzero3.train.run import Run, append_line
+
+Gauges = Callable[[int, float, float], None]
+"""`gauges(step, loss, tokens_per_s)` publishes this rank's view of a step."""
+
+
+class Metrics:
+    """Log step results, each one step late, so that the host reads a loss only when the next step is under way.
+
+    Args:
+        run: The run's folder.
+        rank: Of this process; rank 0 writes the metrics.
+        attempt: Of this start.
+        tokens_per_sample: Valid tokens of one sample.
+        global_batch: Samples of a step, over all ranks.
+        gauges: Publishes to the cluster's metrics endpoint.
+    """
+
+    def __init__(self, run: Run, rank: int, attempt: int, tokens_per_sample: int, global_batch: int, gauges: Gauges) -> None:
+        self._run, self._rank, self._attempt, self._gauges = run, rank, attempt, gauges
+        self._tokens_per_sample, self._tokens_per_step = tokens_per_sample, tokens_per_sample * global_batch
+        self._waiting: StepResult | None = None
+        self._samples_file = run.rank_folder(rank) / "samples.jsonl"
+
+    def log(self, result: StepResult) -> None:
+        """Take a result; write the one before it."""
+        self.flush()
+        self._waiting = result
+
+    def flush(self) -> None:
+        """Write what waits.
+
+        Raises:
+            TrainingError: the step's loss or gradient norm is not finite; its update was skipped, the weights are those of the step before.
+        """
+        if self._waiting is None:
+            return
+        result, self._waiting = self._waiting, None
+        loss, norm = float(result.loss), float(result.grad_norm)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise TrainingError(
+                f"step {result.step}",
+                f"loss {loss}, gradient norm {norm}",
+                "both must be finite; this step's update was skipped",
+                "Lower train.learning_rate or set train.clip_norm, then submit again: the run goes on from its last checkpoint.",
+            )
+        append_line(self._samples_file, {"attempt": self._attempt, "step": result.step, "samples": result.own_ids})
+        tokens_per_s = self._tokens_per_step / result.seconds
+        self._gauges(result.step, loss, tokens_per_s)
+        if self._rank == 0:
+            append_line(
+                self._run.metrics,
+                {
+                    "step": result.step,
+                    "loss": loss,
+                    "grad_norm": norm,
+                    "learning_rate": result.learning_rate,
+                    "samples": result.samples,
+                    "tokens": result.samples * self._tokens_per_sample,
+                    "tokens_per_s": round(tokens_per_s, 1),
+                    "seconds": round(result.seconds, 4),
+                    "attempt": self._attempt,
+                    "time": round(time.time(), 3),
+                },
+            )

@@ -1,0 +1,85 @@
+"""Progress: the driver's view of a run, read from the run's files and printed as plain lines. Nothing is scraped from any output."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from pathlib import Path
+from typing import Any
+
+from rayzero3.config import Job
+from rayzero3.train.run import Run, read_lines
+
+POLL_S = 0.5
+LINE_EVERY_S = 5.0
+"""Seconds between two lines about steps; events are printed as they come."""
+
+
+class Progress:
+    """Print a run's steps and events while the body of a `with` runs, from what its files grow by.
+
+    A second thread reads; `with` ends when it has read everything that was written before.
+    """
+
+    def __init__(self, job: Job, run: Run) -> None:
+        self._job, self._run = job, run
+        self._seen_events = len(read_lines(run.events))
+        self._printed_step, self._attempts = 0, 0
+        self._since_line_s = LINE_EVERY_S
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(POLL_S):
+            self._since_line_s += POLL_S
+            self._tell()
+        self._since_line_s = LINE_EVERY_S
+        self._tell()
+
+    def _tell(self) -> None:
+        events = read_lines(self._run.events)
+        fresh, self._seen_events = events[self._seen_events :], len(events)
+        if self._attempts and self._since_line_s >= LINE_EVERY_S or any(event["event"] != "start" for event in fresh):
+            self._tell_step()
+        for event in fresh:
+            print(self._event_line(event), flush=True)
+
+    def _tell_step(self) -> None:
+        metrics = read_lines(self._run.metrics)
+        if metrics and metrics[-1]["step"] != self._printed_step:
+            print(self._step_line(metrics), flush=True)
+            self._printed_step, self._since_line_s = metrics[-1]["step"], 0.0
+
+    def _step_line(self, metrics: list[dict[str, Any]]) -> str:
+        last, steps = metrics[-1], self._job.train.steps
+        left_s = (steps - last["step"]) * statistics.median(line["seconds"] for line in metrics[-50:])
+        return (
+            f"step {last['step']:>{len(str(steps))}}/{steps}  loss {last['loss']:.4f}  gradient norm {last['grad_norm']:.3f}  "
+            f"{last['tokens_per_s']:,.0f} tokens/s  {duration(left_s)} left"
+        )
+
+    def _event_line(self, event: dict[str, Any]) -> str:
+        if event["event"] == "start":
+            self._attempts += 1
+            self._printed_step = event["step"]
+            what = "started" if event["checkpoint"] is None else f"goes on after step {event['step']}, from {event['checkpoint']}"
+            return f"attempt {event['attempt']} {what} on {event['workers']} {event['device'].split(':')[0]} workers"
+        if event["event"] == "validation":
+            return f"step {event['step']}  validation loss {event['loss']:.4f}"
+        return f"step {event['step']}  checkpoint {Path('checkpoints', event['folder'])}"
+
+
+def duration(seconds: float) -> str:
+    """`45s`, `3m 20s`, `2h 05m`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    return f"{whole // 60}m {whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h {whole % 3600 // 60:02d}m"

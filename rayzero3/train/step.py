@@ -1,0 +1,69 @@
+"""One step: some micro-batches in, one update out. And the validation loss, which is the same forward without the update.
+
+Letters: R = rows (samples, rows of padding included) of one rank's part of a step, m = rows of a micro-batch, S = sequence length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rayzero3.engine import Zero3Adam, Zero3Sequential
+
+MASKED = -100
+"""Label of a token that does not count."""
+
+
+def inputs_and_labels(ids: np.ndarray, tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the model reads and what it should say, each (R, S) int64; the labels of rows of padding (id -1) are masked."""
+    rows = torch.from_numpy(tokens.astype(np.int64)).to(device)
+    labels = rows[:, 1:].clone()
+    labels[torch.from_numpy(ids < 0).to(device)] = MASKED
+    return rows[:, :-1], labels
+
+
+def loss_sum(model: Zero3Sequential, inputs: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy summed over the valid tokens, () fp32, in nats."""
+    logits = model(inputs)
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=MASKED, reduction="sum")
+
+
+def train_step(
+    model: Zero3Sequential, optimizer: Zero3Adam, inputs: Tensor, labels: Tensor, micro_batch: int, learning_rate: float, clip_norm: float | None
+) -> tuple[Tensor, Tensor]:
+    """Forward, backward and update on one global batch, of which this rank has (R, S).
+
+    Loss and gradient are sums over valid tokens, divided once, before backward, by the global number of valid tokens of the step: no
+    mean of means, so the number of ranks and the micro-batch change nothing but rounding.
+
+    Returns:
+        The loss per valid token over all ranks and the gradient norm before clipping, both () on the device.
+    """
+    valid = model.comm.sum_rows((labels != MASKED).sum().view(1), "valid tokens")
+    optimizer.zero_grad()
+    total = torch.zeros(1, dtype=torch.float64, device=labels.device)
+    for part, targets in zip(inputs.split(micro_batch), labels.split(micro_batch), strict=True):
+        loss = loss_sum(model, part, targets) / valid[0]
+        loss.backward()
+        total += loss.detach()
+    norm = optimizer.clip(clip_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.step()
+    return model.comm.sum_rows(total, "loss")[0], norm
+
+
+@torch.no_grad()
+def validation_loss(model: Zero3Sequential, batches: Iterable[tuple[np.ndarray, np.ndarray]], device: torch.device) -> float:
+    """Mean loss in nats over all valid tokens of all ranks' batches. Every rank calls it with equally many batches."""
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    for ids, tokens in batches:
+        inputs, labels = inputs_and_labels(ids, tokens, device)
+        sums[0] += loss_sum(model, inputs, labels)
+        sums[1] += (labels != MASKED).sum()
+    total, count = model.comm.sum_rows(sums, "validation").tolist()
+    return total / count

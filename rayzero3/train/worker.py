@@ -1,0 +1,156 @@
+"""The worker: what one actor of Ray Train does, from its start to the end of the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray.train
+import torch
+from ray.train import Checkpoint, CheckpointUploadMode
+from ray.util.metrics import Gauge
+
+from rayzero3.checkpoint.format import Manifest as CheckpointManifest
+from rayzero3.checkpoint.format import Position, folder_name, newest, prune
+from rayzero3.checkpoint.load import load
+from rayzero3.checkpoint.save import save
+from rayzero3.config import Job, parse_job
+from rayzero3.data.manifest import Manifest
+from rayzero3.data.stream import training_batches, validation_batches
+from rayzero3.engine import Zero3Adam, Zero3Sequential
+from rayzero3.train.loop import build, steps
+from rayzero3.train.metrics import Gauges, Metrics
+from rayzero3.train.run import Run
+from rayzero3.train.step import validation_loss
+
+
+class Worker:
+    """One rank of one attempt.
+
+    Args:
+        job: The job.
+        data_cpus: Logical CPUs that this worker's data tasks may take.
+    """
+
+    def __init__(self, job: Job, data_cpus: float) -> None:
+        context = ray.train.get_context()
+        self.job, self.data_cpus, self.run = job, data_cpus, Run(job.run_folder)
+        self.rank, self.world_size = context.get_world_rank(), context.get_world_size()
+        self.device = ray.train.torch.get_device()
+        self.step, self.attempt = 0, 0
+        if self.device.type == "cpu":
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // context.get_local_world_size()))
+
+    def train(self) -> None:
+        """Start or resume, and go on to the job's last step."""
+        job, run = self.job, self.run
+        vocab_size = job.model.vocab_size or Manifest.load(job.data.path).vocab_size
+        model, optimizer = build(job, vocab_size, self.rank, self.world_size, self.device)
+        (self.attempt,) = self._from_first(model, run.new_attempt() if self.rank == 0 else 0)
+        self.write_whereabouts()
+        position = self._resume(model, optimizer)
+        self.step = position.step
+        metrics = Metrics(run, self.rank, self.attempt, job.data.sequence_length, job.train.global_batch, self._gauges())
+        for result in steps(job, model, optimizer, self._batches(position), position.step, position.samples, self.device):
+            self.step = result.step
+            metrics.log(result)
+            last = result.step == job.train.steps
+            if last or result.step % job.validation.every_steps == 0:
+                metrics.flush()
+                self._validate(model)
+            if last or result.step % job.checkpoint.every_steps == 0:
+                metrics.flush()
+                self._checkpoint(model, optimizer, Position(result.step, result.samples))
+
+    def write_whereabouts(self) -> None:
+        """Leave where this rank runs in the run's folder: worker.json with attempt, node and process id."""
+        facts = {"attempt": self.attempt, "node_id": ray.get_runtime_context().get_node_id(), "address": ray.util.get_node_ip_address(), "pid": os.getpid()}
+        (self.run.rank_folder(self.rank) / "worker.json").write_text(json.dumps(facts), encoding="utf-8")
+
+    def write_traceback(self) -> None:
+        """Leave the exception at hand in the run's folder, where no other rank's output mixes with it."""
+        text = f"rank {self.rank} of {self.world_size}, attempt {self.attempt}, after step {self.step}\n\n{traceback.format_exc()}"
+        self.run.error_file(self.rank, self.attempt).write_text(text, encoding="utf-8")
+
+    def _from_first(self, model: Zero3Sequential, *numbers: int) -> list[int]:
+        """Rank 0's numbers, on every rank; the others' count as nothing."""
+        own = torch.tensor(numbers if self.rank == 0 else [0] * len(numbers), device=self.device)
+        return model.comm.sum_rows(own, "rank 0 decides").tolist()
+
+    def _resume(self, model: Zero3Sequential, optimizer: Zero3Adam) -> Position:
+        """Load the newest whole checkpoint, the one that rank 0 finds, or stay at the initial weights."""
+        found = newest(self.run.checkpoints) if self.rank == 0 else None
+        step, attempt = self._from_first(model, *((found[1].step, found[1].attempt) if found else (0, 0)))
+        folder = self.run.checkpoints / folder_name(step, attempt) if step else None
+        position = Position(0, 0) if folder is None else load(folder, CheckpointManifest.read(folder), self.job, model, optimizer)
+        if self.rank == 0:
+            self.run.forget_after(step)
+            source = folder.name if folder else None
+            self.run.event("start", attempt=self.attempt, step=step, checkpoint=source, workers=self.world_size, device=str(self.device))
+            prune(self.run.checkpoints, self.job.checkpoint.keep, self.attempt)
+        return position
+
+    def _batches(self, position: Position) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        job = self.job
+        return training_batches(
+            job.data.path,
+            job.data.sequence_length,
+            job.seed,
+            position.samples,
+            job.train.steps - position.step,
+            job.train.global_batch,
+            job.train.micro_batch,
+            self.rank,
+            self.world_size,
+            self.data_cpus,
+        )
+
+    def _validate(self, model: Zero3Sequential) -> None:
+        job = self.job
+        batches = validation_batches(
+            job.data.path, job.data.sequence_length, job.validation.samples, job.train.micro_batch, self.rank, self.world_size
+        )
+        loss = validation_loss(model, batches, self.device)
+        if self.rank == 0:
+            self.run.event("validation", attempt=self.attempt, step=self.step, loss=loss)
+
+    def _checkpoint(self, model: Zero3Sequential, optimizer: Zero3Adam, position: Position) -> None:
+        folder = save(self.run.checkpoints, self.job, model, optimizer, position, self.attempt)
+        if self.rank == 0:
+            self.run.event("checkpoint", attempt=self.attempt, step=self.step, folder=folder.name)
+            prune(self.run.checkpoints, self.job.checkpoint.keep, self.attempt)
+        _report(folder, position.step)
+
+    def _gauges(self) -> Gauges:
+        tags = {"run": self.job.name, "rank": str(self.rank)}
+        step, loss, speed = (
+            Gauge(f"rayzero3_{name}", text, tag_keys=("run", "rank"))
+            for name, text in (("step", "Last step done"), ("loss", "Nats per valid token, all ranks"), ("tokens_per_s", "Tokens per second, all ranks"))
+        )
+
+        def publish(done: int, nats: float, tokens_per_s: float) -> None:
+            step.set(done, tags)
+            loss.set(nats, tags)
+            speed.set(tokens_per_s, tags)
+
+        return publish
+
+
+def _report(folder: Path, step: int) -> None:
+    """Tell Ray Train of a checkpoint that is whole already: a barrier of one controller poll. The only call site; every rank comes here."""
+    ray.train.report({"step": step}, checkpoint=Checkpoint.from_directory(folder), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+
+
+def train_worker(config: dict[str, Any]) -> None:
+    """Entry point of every Ray Train worker; `config` holds the job as plain values and `data_cpus`."""
+    worker = Worker(parse_job(config["job"]), config["data_cpus"])
+    try:
+        worker.train()
+    except BaseException:
+        worker.write_traceback()
+        raise

@@ -1,0 +1,51 @@
+"""One Ray cluster of two raylets for the whole session, and token shards of real text."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+os.environ.update(
+    RAY_USAGE_STATS_ENABLED="0",
+    OMP_NUM_THREADS="1",
+    RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",
+    RAY_TRAIN_ENABLE_PRINT_PATCH="0",
+    PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Two raylets of 4 logical CPUs each, token authentication on, this process connected as a driver."""
+    token = tmp_path_factory.mktemp("auth") / "token"
+    token.write_text(secrets.token_hex(32))
+    token.chmod(0o600)
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    cluster.add_node(num_cpus=4)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    yield
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def shards(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Token shards of a few packages of the standard library, 300 tokens of vocabulary."""
+    from rayzero3.data.tokenize import tokenize
+
+    out = tmp_path_factory.mktemp("shards")
+    sources = [Path(sysconfig.get_path("stdlib"), name) for name in ("json", "email", "http")]
+    tokenize(sources, out, tokenizer=None, vocab_size=300, pattern="*.py", validation_fraction=0.1)
+    return out

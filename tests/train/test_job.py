@@ -1,0 +1,164 @@
+"""The promises, on a real cluster of two raylets: the same run at any N, and nothing lost when a worker dies."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from rayzero3.checkpoint.format import folders, newest
+from rayzero3.config import parse_job
+from rayzero3.errors import ClusterError, ConfigError, TrainingError
+from rayzero3.train import launch
+from rayzero3.train.run import Run, read_lines
+from tests.faults import FailAt
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def job_of(storage, shards, workers=2, steps=10, **changes):
+    raw = {
+        "name": "small",
+        "model": {"layers": 2, "width": 32, "heads": 2},
+        "data": {"path": str(shards), "sequence_length": 32},
+        "train": {"steps": steps, "global_batch": 7, "micro_batch": 2, "learning_rate": 1e-2, "warmup_steps": 2, "clip_norm": 1.0},
+        "validation": {"every_steps": 5, "samples": 9},
+        "checkpoint": {"every_steps": 5},
+        "workers": {"count": workers, "device": "cpu", "timeout_s": 30},
+        "storage": str(storage),
+    }
+    return parse_job(raw | changes)
+
+
+def samples_by_step(run):
+    """Step -> the sorted sample ids that all ranks consumed in it; a step done twice counts the last time."""
+    found = {}
+    for path in sorted(run.folder.glob("rank-*/samples.jsonl")):
+        for line in read_lines(path):
+            found.setdefault((line["step"], line["attempt"]), []).extend(line["samples"])
+    return {step: sorted(found[step, attempt]) for step, attempt in sorted(found)}
+
+
+def losses(run):
+    return [line["loss"] for line in read_lines(run.metrics)]
+
+
+def validations(run):
+    return [event["loss"] for event in read_lines(run.events) if event["event"] == "validation"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_cluster, shards, tmp_path_factory):
+    """Ten steps at N=2 that nothing disturbs."""
+    job = job_of(tmp_path_factory.mktemp("undisturbed"), shards)
+    launch.run_job(job)
+    return Run(job.run_folder)
+
+
+def assert_same_checkpoint(run, other):
+    mine, theirs = newest(run.checkpoints)[1], newest(other.checkpoints)[1]
+    assert mine.step == theirs.step == 10 and mine.samples == theirs.samples == 70
+    assert mine.files == theirs.files, "weights and moments are the same, bit for bit"
+
+
+def test_one_worker_runs_on_each_raylet(undisturbed):
+    workers = [json.loads(path.read_text()) for path in sorted(undisturbed.folder.glob("rank-*/worker.json"))]
+    assert len(workers) == 2 and len({worker["node_id"] for worker in workers}) == 2
+
+
+def test_the_run_folder_tells_what_happened(undisturbed):
+    lines = read_lines(undisturbed.metrics)
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert lines[-1]["tokens"] == 10 * 7 * 32 and lines[-1]["loss"] < lines[0]["loss"]
+    kinds = [event["event"] for event in read_lines(undisturbed.events)]
+    assert kinds == ["start", "validation", "checkpoint", "validation", "checkpoint"]
+    assert [folder.name for folder in folders(undisturbed.checkpoints)] == ["step-00000005.attempt-0001", "step-00000010.attempt-0001"]
+    assert parse_job(__import__("yaml").safe_load((undisturbed.folder / "job.yaml").read_text())).name == "small"
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_same_samples_and_losses_at_other_sizes(undisturbed, shards, tmp_path, workers):
+    job = job_of(tmp_path, shards, workers=workers)
+    launch.run_job(job)
+    run = Run(job.run_folder)
+    assert samples_by_step(run) == samples_by_step(undisturbed)
+    assert all(len(ids) == 7 for ids in samples_by_step(run).values())
+    assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-5)
+    assert validations(run) == pytest.approx(validations(undisturbed), rel=1e-5)
+
+
+def test_a_worker_killed_at_step_7_costs_nothing_but_time(undisturbed, shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "train_worker", FailAt(1, 7, "kill", tmp_path / "struck"))
+    job = job_of(tmp_path, shards)
+    launch.run_job(job)
+    run = Run(job.run_folder)
+    starts = [event for event in read_lines(run.events) if event["event"] == "start"]
+    assert [(start["attempt"], start["step"]) for start in starts] == [(1, 0), (2, 5)]
+    assert losses(run) == losses(undisturbed)
+    assert samples_by_step(run) == samples_by_step(undisturbed)
+    assert_same_checkpoint(run, undisturbed)
+
+
+def test_a_worker_killed_in_the_middle_of_a_save_leaves_the_one_before(undisturbed, shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "train_worker", FailAt(1, 10, "kill in save", tmp_path / "struck"))
+    job = job_of(tmp_path, shards)
+    launch.run_job(job)
+    run = Run(job.run_folder)
+    starts = [event for event in read_lines(run.events) if event["event"] == "start"]
+    assert [(start["attempt"], start["step"]) for start in starts] == [(1, 0), (2, 5)]
+    assert losses(run) == losses(undisturbed)
+    assert_same_checkpoint(run, undisturbed)
+    assert not any("attempt-0001" in folder.name and "00000010" in folder.name for folder in folders(run.checkpoints))
+
+
+def test_five_steps_at_two_then_five_at_one(undisturbed, shards, tmp_path):
+    schedule = {"train": {"steps": 10, "global_batch": 7, "micro_batch": 2, "learning_rate": 1e-2, "warmup_steps": 2, "clip_norm": 1.0}}
+    first = job_of(tmp_path, shards, **schedule)
+    half = first.model_copy(update={"checkpoint": first.checkpoint.model_copy(update={"every_steps": 5})})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "train_worker", FailAt(0, 6, "raise", tmp_path / "struck"))
+        with pytest.raises(TrainingError):
+            launch.run_job(half.model_copy(update={"workers": half.workers.model_copy(update={"max_restarts": 0})}))
+    launch.run_job(job_of(tmp_path, shards, workers=1, **schedule))
+    run = Run(first.run_folder)
+    starts = [(event["workers"], event["step"]) for event in read_lines(run.events) if event["event"] == "start"]
+    assert starts == [(2, 0), (1, 5)]
+    assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-5)
+    assert samples_by_step(run) == samples_by_step(undisturbed)
+
+
+def test_an_exception_shows_rank_and_cause_and_leaves_its_traceback(shards, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "train_worker", FailAt(1, 3, "raise", tmp_path / "struck"))
+    job = job_of(tmp_path, shards, workers=2, steps=4)
+    job = job.model_copy(update={"workers": job.workers.model_copy(update={"max_restarts": 0})})
+    with pytest.raises(TrainingError, match="rank 1.*injected fault") as failure:
+        launch.run_job(job)
+    (file,) = (job.run_folder / "rank-0001").glob("error-*.txt")
+    assert str(file) in str(failure.value)
+    assert "after step 2" in file.read_text() and 'raise ValueError("injected fault")' in file.read_text()
+
+
+def test_a_finished_run_submitted_again_trains_nothing_and_with_more_steps_goes_on(undisturbed, shards, capsys):
+    job = job_of(undisturbed.folder.parent, shards)
+    before = read_lines(undisturbed.events)
+    launch.run_job(job)
+    assert "nothing to train" in capsys.readouterr().out
+    assert read_lines(undisturbed.events) == before
+
+
+def test_a_run_that_is_alive_is_not_started_twice(shards, tmp_path):
+    job = job_of(tmp_path, shards)
+    with Run(job.run_folder).lock("job-of-mine"):
+        with pytest.raises(ConfigError, match="the run small is alive; job job-of-mine holds"):
+            launch.run_job(job)
+
+
+def test_more_workers_than_the_cluster_has_are_refused_at_once(shards, tmp_path):
+    job = job_of(tmp_path, shards, workers=9)
+    with pytest.raises(ClusterError, match="workers.count is 9; the cluster has 8 CPUs"):
+        launch.run_job(job)
+    gpus = job.model_copy(update={"workers": job.workers.model_copy(update={"device": "gpu", "count": 8})})
+    with pytest.raises(ClusterError, match="workers.count is 8; the cluster has 0 GPUs"):
+        launch.run_job(gpus)
+    assert not os.path.exists(job.run_folder / "events.jsonl")
