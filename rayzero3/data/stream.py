@@ -1,0 +1,90 @@
+"""Stream: a worker's samples, step after step, through Ray Data.
+
+Letters: S = sequence length, R = rows of one rank's part of a step.
+
+Note: where the order comes from. Ray Data promises no order across splits and keeps no position. So each worker builds a dataset of its
+own remaining steps, one row a step, and a task turns a step into this rank's rows by the pure functions of rayzero3.data.order. With
+preserve_order the batches come back as the steps went in, wherever the tasks ran and whenever they ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import ray.data
+
+from rayzero3.data.order import rank_part, sample_ids
+from rayzero3.data.reader import WindowReader
+
+_BLOCK_BYTES, _BLOCK_STEPS = 2**23, 16
+"""A task makes at most so many bytes, or steps."""
+
+
+def training_batches(
+    folder: Path,
+    sequence_length: int,
+    seed: int,
+    position: int,
+    steps: int,
+    global_batch: int,
+    micro_batch: int,
+    rank: int,
+    world_size: int,
+    cpus: float,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """This rank's part of each of the next `steps` steps.
+
+    Args:
+        position: Samples that the run has consumed.
+        cpus: Logical CPUs that the tasks may take together.
+
+    Yields:
+        ids: (R,) int64, -1 for rows of padding.
+        tokens: (R, S+1) int32.
+    """
+    num_samples = _reader(str(folder), "train", sequence_length).num_samples
+    rows = len(rank_part(np.arange(global_batch), rank, world_size, micro_batch))
+    block_steps = max(1, min(_BLOCK_STEPS, _BLOCK_BYTES // (rows * (sequence_length + 1) * 4)))
+
+    def load(batch: dict[str, np.ndarray]) -> pa.Table:
+        reader = _reader(str(folder), "train", sequence_length)
+        firsts = position + batch["id"] * global_batch
+        ids = np.concatenate([rank_part(sample_ids(seed, int(first), global_batch, num_samples), rank, world_size, micro_batch) for first in firsts])
+        tokens = pa.FixedSizeListArray.from_arrays(pa.array(reader.read(ids).reshape(-1)), sequence_length + 1)
+        return pa.table({"ids": ids, "tokens": tokens})
+
+    context = ray.data.DataContext.get_current().copy()
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = True
+    context.execution_options.verbose_progress = False
+    task_cpus = min(1.0, cpus)
+    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(cpu=cpus)
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    with ray.data.DataContext.current(context):
+        dataset = ray.data.range(steps, override_num_blocks=-(-steps // block_steps)).map_batches(load, batch_size=block_steps, num_cpus=task_cpus)
+    for batch in dataset.iterator().iter_batches(batch_size=rows, batch_format="pyarrow", prefetch_batches=2):
+        tokens = batch.column("tokens").combine_chunks()
+        tokens = tokens.flatten() if isinstance(tokens, pa.Array) else tokens.chunk(0).flatten()
+        yield batch.column("ids").to_numpy(), tokens.to_numpy().reshape(rows, sequence_length + 1)
+
+
+def validation_batches(
+    folder: Path, sequence_length: int, samples: int, micro_batch: int, rank: int, world_size: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """This rank's micro-batches of the first `samples` validation samples: the same ones at any N, equally many batches on every rank."""
+    reader = _reader(str(folder), "validation", sequence_length)
+    ids = rank_part(np.arange(min(samples, reader.num_samples)), rank, world_size, micro_batch)
+    for start in range(0, len(ids), micro_batch):
+        part = ids[start : start + micro_batch]
+        yield part, reader.read(part)
+
+
+@lru_cache(maxsize=4)
+def _reader(folder: str, split: str, sequence_length: int) -> WindowReader:
+    """One reader a process, so that decoded row groups serve many tasks."""
+    return WindowReader(Path(folder), split, sequence_length)
