@@ -6,13 +6,21 @@ import logging
 import os
 import secrets
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+_state = tempfile.TemporaryDirectory(prefix="rayzero3-tests-")
+_token = Path(_state.name, "token")
+_token.write_text(secrets.token_hex(32))
+_token.chmod(0o600)
+# Ray reads these when it is imported, which is when the tests are collected.
 os.environ.update(
+    RAY_AUTH_MODE="token",
+    RAY_AUTH_TOKEN_PATH=str(_token),
     RAY_USAGE_STATS_ENABLED="0",
     OMP_NUM_THREADS="1",
     RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",
@@ -22,13 +30,8 @@ os.environ.update(
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def ray_cluster() -> Iterator[None]:
     """Two raylets of 4 logical CPUs each, token authentication on, this process connected as a driver."""
-    token = tmp_path_factory.mktemp("auth") / "token"
-    token.write_text(secrets.token_hex(32))
-    token.chmod(0o600)
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
-
     import ray
     from ray.cluster_utils import Cluster
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from dataclasses import dataclass
 
 import ray
 import ray.train
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
 
 from rayzero3.checkpoint.format import newest
 from rayzero3.config import Job, load_job
@@ -72,13 +72,12 @@ def fit(job: Job) -> None:
             resources_per_worker={"CPU": resources.worker_cpus, **({"GPU": 1} if resources.gpu else {})},
             placement_strategy="PACK" if resources.gpu else "SPREAD",
         ),
-        # A name of its own for every driver: where to go on is for our manifests to say, not for Ray's snapshot of an earlier driver.
         run_config=RunConfig(
-            name=f"{job.name}-{time.time_ns()}",
-            storage_path=str(job.run_folder / "ray"),
-            failure_config=FailureConfig(max_failures=job.workers.max_restarts),
+            name=job.name, storage_path=str(job.storage), failure_config=FailureConfig(max_failures=job.workers.max_restarts)
         ),
     )
+    # Where to go on is for our manifests to say. Ray's own note of the checkpoints of an earlier driver would stop this one if one is gone.
+    (job.run_folder / CHECKPOINT_MANAGER_SNAPSHOT_FILENAME).unlink(missing_ok=True)
     try:
         trainer.fit()
     except ray.train.WorkerGroupError as error:
