@@ -6,7 +6,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 .PHONY: demo test clean
 
 demo: .venv/ready
-	$(BIN)/rayzero3 tokenize "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" --pattern "*.py" --vocab-size 1024 --out $(CORPUS)
+	$(BIN)/rayzero3 tokenize "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" --pattern "*.py" --exclude "site-packages/*" --exclude "test/*" --vocab-size 1024 --out $(CORPUS)
 	$(BIN)/rayzero3 submit jobs/quickstart.yaml
 
 test: .venv/ready

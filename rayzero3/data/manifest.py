@@ -143,8 +143,10 @@ def _check_shard(path: Path, shard: Shard, manifest: Manifest) -> None:
         dtype = file.schema_arrow.field("tokens").type if "tokens" in file.schema_arrow.names else None
         if dtype != pa.list_(DTYPES[manifest.dtype]):
             raise DataError(f"the column tokens of {path}", dtype or "missing", f"the manifest says list<{manifest.dtype}>", _AGAIN)
-        if not shard.documents or file.metadata.num_rows != shard.documents or file.num_row_groups != len(shard.row_groups):
+        if not shard.documents or file.metadata.num_rows != shard.documents:
             raise DataError(f"the number of documents in {path}", file.metadata.num_rows, f"the manifest says {shard.documents}, and never 0", _AGAIN)
+        if file.num_row_groups != len(shard.row_groups):
+            raise DataError(f"the number of row groups in {path}", file.num_row_groups, f"the manifest says {len(shard.row_groups)}", _AGAIN)
         leaf = [file.metadata.row_group(0).column(i).path_in_schema.split(".")[0] for i in range(file.metadata.num_columns)].index("tokens")
         for index, group in enumerate(shard.row_groups):
             column = file.metadata.row_group(index).column(leaf)

@@ -24,6 +24,9 @@ from rayzero3.data.reader import WindowReader
 _BLOCK_BYTES, _BLOCK_STEPS = 2**23, 16
 """A task makes at most so many bytes, or steps."""
 
+_SEGMENT_BLOCKS = 256
+"""Tasks of one dataset. Ray Data plans all of a dataset's tasks before the first runs, so a long run is a chain of datasets."""
+
 
 def training_batches(
     folder: Path,
@@ -50,27 +53,25 @@ def training_batches(
     num_samples = _reader(str(folder), "train", sequence_length).num_samples
     rows = len(rank_part(np.arange(global_batch), rank, world_size, micro_batch))
     block_steps = max(1, min(_BLOCK_STEPS, _BLOCK_BYTES // (rows * (sequence_length + 1) * 4)))
+    context = _context(cpus)
 
-    def load(batch: dict[str, np.ndarray]) -> pa.Table:
-        reader = _reader(str(folder), "train", sequence_length)
-        firsts = position + batch["id"] * global_batch
-        ids = np.concatenate([rank_part(sample_ids(seed, int(first), global_batch, num_samples), rank, world_size, micro_batch) for first in firsts])
-        tokens = pa.FixedSizeListArray.from_arrays(pa.array(reader.read(ids).reshape(-1)), sequence_length + 1)
-        return pa.table({"ids": ids, "tokens": tokens})
+    for start in range(0, steps, _SEGMENT_BLOCKS * block_steps):
+        count = min(steps - start, _SEGMENT_BLOCKS * block_steps)
+        origin = position + start * global_batch
 
-    context = ray.data.DataContext.get_current().copy()
-    context.enable_progress_bars = False
-    context.execution_options.preserve_order = True
-    context.execution_options.verbose_progress = False
-    task_cpus = min(1.0, cpus)
-    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(cpu=cpus)
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
-    with ray.data.DataContext.current(context):
-        dataset = ray.data.range(steps, override_num_blocks=-(-steps // block_steps)).map_batches(load, batch_size=block_steps, num_cpus=task_cpus)
-    for batch in dataset.iterator().iter_batches(batch_size=rows, batch_format="pyarrow", prefetch_batches=2):
-        tokens = batch.column("tokens").combine_chunks()
-        tokens = tokens.flatten() if isinstance(tokens, pa.Array) else tokens.chunk(0).flatten()
-        yield batch.column("ids").to_numpy(), tokens.to_numpy().reshape(rows, sequence_length + 1)
+        def load(batch: dict[str, np.ndarray], origin: int = origin) -> pa.Table:
+            reader = _reader(str(folder), "train", sequence_length)
+            firsts = [origin + int(step) * global_batch for step in batch["id"]]
+            ids = np.concatenate([rank_part(sample_ids(seed, first, global_batch, num_samples), rank, world_size, micro_batch) for first in firsts])
+            tokens = pa.FixedSizeListArray.from_arrays(pa.array(reader.read(ids).reshape(-1)), sequence_length + 1)
+            return pa.table({"ids": ids, "tokens": tokens})
+
+        with ray.data.DataContext.current(context):
+            dataset = ray.data.range(count, override_num_blocks=-(-count // block_steps)).map_batches(load, batch_size=None)
+        for batch in dataset.iterator().iter_batches(batch_size=rows, batch_format="pyarrow", prefetch_batches=2):
+            tokens = batch.column("tokens").combine_chunks()
+            tokens = tokens.flatten() if isinstance(tokens, pa.Array) else tokens.chunk(0).flatten()
+            yield batch.column("ids").to_numpy(), tokens.to_numpy().reshape(rows, sequence_length + 1)
 
 
 def validation_batches(
@@ -82,6 +83,16 @@ def validation_batches(
     for start in range(0, len(ids), micro_batch):
         part = ids[start : start + micro_batch]
         yield part, reader.read(part)
+
+
+def _context(cpus: float) -> ray.data.DataContext:
+    """Settings of our datasets: in order, within `cpus`, quiet."""
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    context = ray.data.DataContext.get_current().copy()
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = True
+    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(cpu=max(1.0, cpus))
+    return context
 
 
 @lru_cache(maxsize=4)

@@ -1,0 +1,40 @@
+"""The unigram and the bigram are those of the definition, counted by hand."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from rayzero3.data.baselines import ngram_losses
+from rayzero3.data.manifest import Manifest
+from rayzero3.data.reader import WindowReader
+
+
+def test_both_losses_equal_a_count_by_hand(shards):
+    manifest = Manifest.load(shards)
+    training = [t for shard in manifest.splits["train"] for row in pq.read_table(shards / shard.file).column("tokens") for t in row.as_py()]
+    singles, pairs, total = Counter(training), Counter(zip(training[:-1], training[1:], strict=True)), Counter(training[:-1])
+    followers = Counter(pair[0] for pair in pairs)
+    counts = Counter(pairs.values())
+    discount = counts[1] / (counts[1] + 2 * counts[2])
+
+    def unigram(token):
+        return (singles[token] + 1) / (len(training) + manifest.vocab_size)
+
+    def bigram(before, token):
+        if not total[before]:
+            return unigram(token)
+        return max(pairs[before, token] - discount, 0) / total[before] + discount * followers[before] / total[before] * unigram(token)
+
+    for before in (training[0], training[100]):
+        assert math.isclose(sum(bigram(before, token) for token in range(manifest.vocab_size)), 1.0, rel_tol=1e-9)
+    windows = WindowReader(shards, "validation", 32).read(np.arange(7)).tolist()
+    wanted = [(before, token) for window in windows for before, token in zip(window[:-1], window[1:], strict=True)]
+    one, two = ngram_losses(shards, 32, 7)
+    assert one == pytest.approx(-sum(math.log(unigram(token)) for _, token in wanted) / len(wanted), rel=1e-9)
+    assert two == pytest.approx(-sum(math.log(bigram(*pair)) for pair in wanted) / len(wanted), rel=1e-9)
+    assert two < one < math.log(manifest.vocab_size)
