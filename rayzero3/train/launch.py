@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
 from dataclasses import dataclass
 
 import ray
@@ -26,6 +28,10 @@ from rayzero3.train.worker import train_worker
 
 POLL_S = "0.2"
 """Seconds between two looks of Ray Train's controller at its workers: how long a report blocks and a death goes unseen."""
+
+
+STOPPED = 130
+"""Exit code of a run that was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -106,20 +112,36 @@ def check(job: Job) -> None:
         packing_index(job.data.path, manifest, split, job.data.sequence_length)
 
 
-def run_job(job: Job) -> None:
-    """Check, lock, train and sum up."""
+def run_job(job: Job) -> int:
+    """Check, lock, train and sum up. The exit code: 0, or 130 if the run was asked to stop before its last step."""
     check(job)
     run = Run(job.run_folder)
     ray.init(log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
     with run.lock(os.environ.get("RAYZERO3_JOB_ID", str(os.getpid()))):
         (run.folder / "job.yaml").write_text(job.to_yaml(), encoding="utf-8")
+        run.stop.unlink(missing_ok=True)
+        _stop_on_sigterm(run)
         found = newest(run.checkpoints)
         if found is not None and found[1].step >= job.train.steps:
             print(f"the run is at step {found[1].step} of {job.train.steps} already: nothing to train")
         else:
             with Progress(job, run):
                 fit(job)
+            step = newest(run.checkpoints)[1].step
+            if step < job.train.steps:
+                print(f"stopped after step {step}, which is saved; submit the job again to go on", flush=True)
+                return STOPPED
     print(loss_curve(run), comparison(job, run), next_commands(job), sep="\n\n", flush=True)
+    return 0
+
+
+def _stop_on_sigterm(run: Run) -> None:
+    """Turn the end that Ray announces to a stopped job into a request that every rank finds in the run's folder.
+
+    Set after ray.init, which sets a handler of its own. It raises nothing: the workers save, return, and `fit` ends by itself.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: run.stop.touch())
 
 
 def main(path: str) -> int:
@@ -127,11 +149,10 @@ def main(path: str) -> int:
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", POLL_S)
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
     try:
-        run_job(load_job(path))
+        return run_job(load_job(path))
     except RayZero3Error as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    return 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,12 +21,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. The two tensors are read by the host one step late, so that it never waits for the device.
+    """What a step did. The tensors are read by the host one step late, so that it never waits for the device.
 
     Attributes:
         step: Counted from 1.
         loss: () nats per valid token, over all ranks.
         grad_norm: () global norm before clipping.
+        stop: () ranks that were asked to stop; the same on all of them.
         learning_rate: The step's.
         samples: Consumed since the run's start, this step included.
         own_ids: This rank's samples of this step.
@@ -36,6 +37,7 @@ class StepResult:
     step: int
     loss: Tensor
     grad_norm: Tensor
+    stop: Tensor
     learning_rate: float
     samples: int
     own_ids: list[int]
@@ -64,6 +66,7 @@ def steps(
     done: int,
     samples: int,
     device: torch.device,
+    asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepResult]:
     """Train from the step after `done` to the job's last; one result per step.
 
@@ -71,6 +74,7 @@ def steps(
         batches: This rank's part of each remaining step: ids (R,) and tokens (R, S+1).
         done: Steps done before.
         samples: Samples consumed before.
+        asked_to_stop: Whether this rank knows of a request to stop; the ranks tell each other with the loss, at no further cost.
     """
     train = job.train
     for step in range(done + 1, train.steps + 1):
@@ -78,6 +82,6 @@ def steps(
         ids, tokens = next(batches)
         inputs, labels = inputs_and_labels(ids, tokens, device)
         rate = learning_rate(step, train)
-        loss, norm = train_step(model, optimizer, inputs, labels, train.micro_batch, rate, train.clip_norm)
+        loss, norm, stop = train_step(model, optimizer, inputs, labels, train.micro_batch, rate, train.clip_norm, asked_to_stop())
         samples += train.global_batch
-        yield StepResult(step, loss, norm, rate, samples, ids[ids >= 0].tolist(), time.perf_counter() - start)
+        yield StepResult(step, loss, norm, stop, rate, samples, ids[ids >= 0].tolist(), time.perf_counter() - start)

@@ -32,19 +32,20 @@ class Metrics:
         self._waiting: StepResult | None = None
         self._samples_file = run.rank_folder(rank) / "samples.jsonl"
 
-    def log(self, result: StepResult) -> None:
-        """Take a result; write the one before it."""
-        self.flush()
+    def log(self, result: StepResult) -> bool:
+        """Take a result; write the one before it. Returns what `flush` does."""
+        stop = self.flush()
         self._waiting = result
+        return stop
 
-    def flush(self) -> None:
-        """Write what waits.
+    def flush(self) -> bool:
+        """Write what waits. Returns whether a rank was asked to stop by then: the same on all ranks.
 
         Raises:
             TrainingError: the step's loss or gradient norm is not finite; its update was skipped, the weights are those of the step before.
         """
         if self._waiting is None:
-            return
+            return False
         result, self._waiting = self._waiting, None
         loss, norm = float(result.loss), float(result.grad_norm)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -73,3 +74,4 @@ class Metrics:
                     "time": round(time.time(), 3),
                 },
             )
+        return bool(result.stop)

@@ -7,6 +7,7 @@
         rank-0000/ ...       what one rank alone knows: samples.jsonl, and error-ATTEMPT.txt with its traceback
         checkpoints/         see rayzero3.checkpoint.format
         attempts/            one empty file per start of the worker group
+        stop                 there while the run is asked to save itself and end
         lock                 held while a driver of this run lives
 """
 
@@ -30,7 +31,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         self.metrics, self.events = self.folder / "metrics.jsonl", self.folder / "events.jsonl"
-        self.checkpoints = self.folder / "checkpoints"
+        self.checkpoints, self.stop = self.folder / "checkpoints", self.folder / "stop"
 
     def rank_folder(self, rank: int) -> Path:
         """Made if it is not there."""

@@ -33,28 +33,36 @@ def loss_sum(model: Zero3Sequential, inputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def train_step(
-    model: Zero3Sequential, optimizer: Zero3Adam, inputs: Tensor, labels: Tensor, micro_batch: int, learning_rate: float, clip_norm: float | None
-) -> tuple[Tensor, Tensor]:
+    model: Zero3Sequential,
+    optimizer: Zero3Adam,
+    inputs: Tensor,
+    labels: Tensor,
+    micro_batch: int,
+    learning_rate: float,
+    clip_norm: float | None,
+    stop: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Forward, backward and update on one global batch, of which this rank has (R, S).
 
     Loss and gradient are sums over valid tokens, divided once, before backward, by the global number of valid tokens of the step: no
     mean of means, so the number of ranks and the micro-batch change nothing but rounding.
 
     Returns:
-        The loss per valid token over all ranks and the gradient norm before clipping, both () on the device.
+        The loss per valid token over all ranks, the gradient norm before clipping, and how many ranks say `stop`; each () on the device.
     """
     valid = model.comm.sum_rows((labels != MASKED).sum().view(1), "valid tokens")
     optimizer.zero_grad()
-    total = torch.zeros(1, dtype=torch.float64, device=labels.device)
+    total = torch.tensor([0.0, float(stop)], dtype=torch.float64, device=labels.device)
     for part, targets in zip(inputs.split(micro_batch), labels.split(micro_batch), strict=True):
         loss = loss_sum(model, part, targets) / valid[0]
         loss.backward()
-        total += loss.detach()
+        total[0] += loss.detach()
     norm = optimizer.clip(clip_norm)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
-    return model.comm.sum_rows(total, "loss")[0], norm
+    loss, stops = model.comm.sum_rows(total, "loss and stop")
+    return loss, norm, stops
 
 
 @torch.no_grad()

@@ -56,16 +56,18 @@ class Worker:
         position = self._resume(model, optimizer)
         self.step = position.step
         metrics = Metrics(run, self.rank, self.attempt, job.data.sequence_length, job.train.global_batch, self._gauges())
-        for result in steps(job, model, optimizer, self._batches(position), position.step, position.samples, self.device):
+        batches = self._batches(position)
+        for result in steps(job, model, optimizer, batches, position.step, position.samples, self.device, run.stop.exists):
             self.step = result.step
-            metrics.log(result)
-            last = result.step == job.train.steps
+            stop, last = metrics.log(result), result.step == job.train.steps
             if last or result.step % job.validation.every_steps == 0:
                 metrics.flush()
                 self._validate(model)
-            if last or result.step % job.checkpoint.every_steps == 0:
+            if stop or last or result.step % job.checkpoint.every_steps == 0:
                 metrics.flush()
                 self._checkpoint(model, optimizer, Position(result.step, result.samples))
+            if stop:
+                break
 
     def write_whereabouts(self) -> None:
         """Leave where this rank runs in the run's folder: worker.json with attempt, node and process id."""

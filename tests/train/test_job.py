@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
 
 import pytest
 
 from rayzero3.checkpoint.format import folders, newest
-from rayzero3.config import parse_job
+from rayzero3.config import load_job, parse_job
 from rayzero3.errors import ClusterError, ConfigError, TrainingError
 from rayzero3.train import launch
 from rayzero3.train.run import Run, read_lines
@@ -74,7 +76,7 @@ def test_the_run_folder_tells_what_happened(undisturbed):
     kinds = [event["event"] for event in read_lines(undisturbed.events)]
     assert kinds == ["start", "validation", "checkpoint", "validation", "checkpoint"]
     assert [folder.name for folder in folders(undisturbed.checkpoints)] == ["step-00000005.attempt-0001", "step-00000010.attempt-0001"]
-    assert parse_job(__import__("yaml").safe_load((undisturbed.folder / "job.yaml").read_text())).name == "small"
+    assert load_job(undisturbed.folder / "job.yaml").run_folder == undisturbed.folder
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -162,3 +164,22 @@ def test_more_workers_than_the_cluster_has_are_refused_at_once(shards, tmp_path)
     with pytest.raises(ClusterError, match="workers.count is 8; the cluster has 0 GPUs"):
         launch.run_job(gpus)
     assert not os.path.exists(job.run_folder / "events.jsonl")
+
+
+def test_a_run_that_is_asked_to_stop_saves_the_step_it_is_at_and_goes_on_from_there(shards, tmp_path):
+    job = job_of(tmp_path, shards, steps=100_000)
+    run = Run(job.run_folder)
+
+    def ask():
+        while len(read_lines(run.metrics)) < 3:
+            time.sleep(0.05)
+        run.stop.touch()
+
+    asker = threading.Thread(target=ask, daemon=True)
+    asker.start()
+    assert launch.run_job(job) == launch.STOPPED
+    asker.join()
+    stopped = newest(run.checkpoints)[1].step
+    assert 3 <= stopped < 100_000 and [line["step"] for line in read_lines(run.metrics)] == list(range(1, stopped + 1))
+    assert launch.run_job(job_of(tmp_path, shards, steps=stopped + 2)) == 0
+    assert [line["step"] for line in read_lines(run.metrics)] == list(range(1, stopped + 3))

@@ -85,8 +85,8 @@ def test_attempts_are_numbered_once_and_a_line_being_written_is_left_out(tmp_pat
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path):
     metrics = Metrics(Run(tmp_path), 0, 1, 8, 4, lambda *_: None)
-    metrics.log(StepResult(4, torch.tensor(1.0), torch.tensor(1.0), 0.1, 16, [1], 0.5))
-    metrics.log(StepResult(5, torch.tensor(1.0), torch.tensor(float("nan")), 0.1, 20, [2], 0.5))
+    metrics.log(StepResult(4, torch.tensor(1.0), torch.tensor(1.0), torch.tensor(0.0), 0.1, 16, [1], 0.5))
+    metrics.log(StepResult(5, torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(0.0), 0.1, 20, [2], 0.5))
     assert [line["step"] for line in read_lines(Run(tmp_path).metrics)] == [4]
     with pytest.raises(TrainingError, match="step 5 is loss 1.0, gradient norm nan"):
         metrics.flush()

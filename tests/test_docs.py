@@ -1,0 +1,72 @@
+"""The README says what is: its job reference is that of the config classes, its job file and commands are those that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from pydantic import BaseModel
+
+from rayzero3.cli.main import cli
+from rayzero3.config import Job, load_job
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def reference(section: type[BaseModel] = Job, prefix: str = "") -> list[str]:
+    """The job reference, one table row a key."""
+    rows = []
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            rows += reference(field.annotation, f"{name}.")
+            continue
+        default = "required" if field.is_required() else "derived" if field.default is None and "derived" in field.description else field.default
+        default = {None: "none", True: "true", False: "false"}.get(default, default) if not isinstance(default, tuple) else list(default)
+        rows.append(f"| `{prefix}{name}` | {default if default == 'required' else f'`{default}`'} | {field.description} |")
+    return rows
+
+
+def test_the_job_reference_is_that_of_the_config_classes():
+    table = re.search(r"<!-- job reference -->\n(.*?)\n<!-- end -->", README, re.DOTALL)[1]
+    assert table.splitlines()[2:] == reference(), "put this into README.md:\n" + "\n".join(reference())
+
+
+def test_the_job_file_in_the_readme_is_the_quickstart():
+    block = re.search(r"```yaml\n(.*?)```", README, re.DOTALL)[1]
+    assert yaml.safe_load(block) == yaml.safe_load((ROOT / "jobs/quickstart.yaml").read_text())
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_job_file_loads(path):
+    assert load_job(path).name == path.stem
+
+
+def test_every_command_in_the_documents_exists():
+    """Commands and options named in `code` or in blocks; their behaviour is tested in tests/cli."""
+    texts = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")) + sorted((ROOT / "cluster").glob("*")))]
+    used = {match for text in texts for match in re.findall(r"(?:^|[`\s])rayzero3 (cluster (?:up|down)|[a-z]+)((?: [^`\n#|]*)?)", text, re.MULTILINE)}
+    assert len(used) > 5
+    for command, rest in used:
+        found = cli
+        for word in command.split():
+            assert word in found.commands, f"rayzero3 {command}"
+            found = found.commands[word]
+        known = {option for parameter in found.params for option in parameter.opts}
+        assert set(re.findall(r"(?<!\S)--[a-z-]+", rest)) <= known | {"--help"}, f"rayzero3 {command}{rest}"
+
+
+def test_every_target_of_make_that_the_readme_names_exists():
+    makefile = (ROOT / "Makefile").read_text()
+    named = set(re.findall(r"make ([a-z-]+)", README))
+    assert {"demo", "test"} <= named
+    for target in named:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_help_names_every_exit_code():
+    text = CliRunner().invoke(cli, ["--help"]).output
+    assert all(re.search(rf"\b{code}\b", text) for code in (0, 1, 2, 3, 130))
