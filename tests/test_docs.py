@@ -25,7 +25,8 @@ def reference(section: type[BaseModel] = Job, prefix: str = "") -> list[str]:
             rows += reference(field.annotation, f"{name}.")
             continue
         default = "required" if field.is_required() else "derived" if field.default is None and "derived" in field.description else field.default
-        default = {None: "none", True: "true", False: "false"}.get(default, default) if not isinstance(default, tuple) else list(default)
+        default = "none" if default is None else str(default).lower() if isinstance(default, bool) else default
+        default = list(default) if isinstance(default, tuple) else default
         rows.append(f"| `{prefix}{name}` | {default if default == 'required' else f'`{default}`'} | {field.description} |")
     return rows
 

@@ -23,7 +23,7 @@ def loss_curve(run: Run) -> str:
     if validations:
         plotext.scatter(list(validations), list(validations.values()), label="validation loss", marker="o")
     plotext.xlabel("step")
-    return plotext.build()
+    return plotext.uncolorize(plotext.build()).rstrip()
 
 
 def comparison(job: Job, run: Run) -> str:
