@@ -60,6 +60,9 @@ def _main(function: Callable, rank: int, world_size: int, args: tuple, store: Pa
 
     torch.set_num_threads(1)
     try:
+        present = dist.FileStore(f"{store}-present", world_size)
+        present.set(str(rank), "here")  # a rank that starts late is not what a short timeout is to catch
+        present.wait([str(peer) for peer in range(world_size)], timedelta(seconds=TIMEOUT_S))
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
         pipe.send_bytes(pickle.dumps((True, function(rank, world_size, *args))))
     except BaseException:

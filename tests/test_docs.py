@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from rayzero3.cli.main import cli
 from rayzero3.config import Job, load_job
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -41,6 +42,17 @@ def test_the_job_file_in_the_readme_is_the_quickstart():
     assert yaml.safe_load(block) == yaml.safe_load((ROOT / "jobs/quickstart.yaml").read_text())
 
 
+def run_block(rank, world_size, code):
+    found = {}
+    exec(code, found)
+    return float(found["loss"])
+
+
+def test_the_engines_block_in_the_readme_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert all(loss > 0 for loss in run_ranks(run_block, 2, code))
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_job_file_loads(path):
     assert load_job(path).name == path.stem
@@ -49,7 +61,7 @@ def test_every_job_file_loads(path):
 def test_every_command_in_the_documents_exists():
     """Commands and options named in `code` or in blocks; their behaviour is tested in tests/cli."""
     texts = [README, *(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")) + sorted((ROOT / "cluster").glob("*")))]
-    used = {match for text in texts for match in re.findall(r"(?:^|[`\s])rayzero3 (cluster (?:up|down)|[a-z]+)((?: [^`\n#|]*)?)", text, re.MULTILINE)}
+    used = {match for text in texts for match in re.findall(r"(?:^|`) *rayzero3 (cluster (?:up|down)|[a-z]+)((?: [^`\n#|]*)?)", text, re.MULTILINE)}
     assert len(used) > 5
     for command, rest in used:
         found = cli

@@ -10,19 +10,22 @@ from pathlib import Path
 import click
 
 from rayzero3.cli import auth, head, show
-from rayzero3.cli.checks import check_capacity, check_data, check_unique
+from rayzero3.cli.checks import check_capacity, check_unique
 from rayzero3.cli.follow import exit_code, follow
 from rayzero3.cli.jobs import Jobs, connect, given_address
 from rayzero3.config import Job, load_job
 from rayzero3.errors import ClusterError
+from rayzero3.train.check import check_data
 
 
 def submit(file: str, address: str | None, overrides: tuple[str, ...], detach: bool) -> int:
     """Check the job, find or start the cluster, send the job, follow it. The exit code."""
     job = load_job(file, overrides)
     elsewhere = not _is_own(given_address(address))
-    if not check_data(job, elsewhere):
+    if elsewhere and not job.data.path.exists():
         note(f"{job.data.path} is not on this machine; the job will check it on the cluster.")
+    else:
+        check_data(job)
     suffix = _suffix(address)
     jobs, started = _connect_or_start(address, job)
     try:

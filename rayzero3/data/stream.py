@@ -3,8 +3,9 @@
 Letters: S = sequence length, R = rows of one rank's part of a step.
 
 Note: where the order comes from. Ray Data promises no order across splits and keeps no position. So each worker builds a dataset of its
-own remaining steps, one row a step, and a task turns a step into this rank's rows by the pure functions of rayzero3.data.order. With
-preserve_order the batches come back as the steps went in, wherever the tasks ran and whenever they ended.
+own remaining steps, one row for some steps, and a task turns them into this rank's rows by the pure functions of rayzero3.data.order.
+With preserve_order the batches come back as the steps went in, wherever the tasks ran and whenever they ended. Nothing is read but in
+these tasks, so what they reserve is all that is reserved: less than one CPU each where the workers leave no more.
 """
 
 from __future__ import annotations
@@ -59,15 +60,17 @@ def training_batches(
         count = min(steps - start, _SEGMENT_BLOCKS * block_steps)
         origin = position + start * global_batch
 
-        def load(batch: dict[str, np.ndarray], origin: int = origin) -> pa.Table:
+        def load(block: dict[str, np.ndarray], origin: int = origin) -> pa.Table:
             reader = _reader(str(folder), "train", sequence_length)
-            firsts = [origin + int(step) * global_batch for step in batch["id"]]
+            (begin,), (end,) = block["begin"], block["end"]
+            firsts = [origin + step * global_batch for step in range(int(begin), int(end))]
             ids = np.concatenate([rank_part(sample_ids(seed, first, global_batch, num_samples), rank, world_size, micro_batch) for first in firsts])
             tokens = pa.FixedSizeListArray.from_arrays(pa.array(reader.read(ids).reshape(-1)), sequence_length + 1)
             return pa.table({"ids": ids, "tokens": tokens})
 
         with ray.data.DataContext.current(context):
-            dataset = ray.data.range(count, override_num_blocks=-(-count // block_steps)).map_batches(load, batch_size=None)
+            blocks = [{"begin": begin, "end": min(count, begin + block_steps)} for begin in range(0, count, block_steps)]
+            dataset = ray.data.from_items(blocks, override_num_blocks=len(blocks)).map_batches(load, batch_size=None, num_cpus=min(1.0, cpus))
         for batch in dataset.iterator().iter_batches(batch_size=rows, batch_format="pyarrow", prefetch_batches=2):
             tokens = batch.column("tokens").combine_chunks()
             tokens = tokens.flatten() if isinstance(tokens, pa.Array) else tokens.chunk(0).flatten()
@@ -91,7 +94,7 @@ def _context(cpus: float) -> ray.data.DataContext:
     context = ray.data.DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True
-    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(cpu=max(1.0, cpus))
+    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(cpu=cpus)
     return context
 
 

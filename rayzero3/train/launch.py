@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import dataclass
 
 import ray
 import ray.train
@@ -17,9 +16,10 @@ from ray.train.v2._internal.constants import CHECKPOINT_MANAGER_SNAPSHOT_FILENAM
 
 from rayzero3.checkpoint.format import newest
 from rayzero3.config import Job, load_job
-from rayzero3.data.manifest import Manifest, check_shards
+from rayzero3.data.manifest import SPLITS
 from rayzero3.data.pack import packing_index
-from rayzero3.errors import ClusterError, ConfigError, RayZero3Error, TrainingError
+from rayzero3.errors import RayZero3Error, TrainingError
+from rayzero3.train.check import Resources, check_data
 from rayzero3.train.process_group import ProcessGroup
 from rayzero3.train.progress import Progress
 from rayzero3.train.run import Run
@@ -29,35 +29,8 @@ from rayzero3.train.worker import train_worker
 POLL_S = "0.2"
 """Seconds between two looks of Ray Train's controller at its workers: how long a report blocks and a death goes unseen."""
 
-
 STOPPED = 130
 """Exit code of a run that was asked to stop."""
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What each worker takes from the cluster.
-
-    Attributes:
-        gpu: Whether a worker has a GPU.
-        worker_cpus: Logical CPUs reserved for a worker, at most 1: less where the workers would leave none for the data.
-        data_cpus: Logical CPUs that a worker's data tasks may take.
-    """
-
-    gpu: bool
-    worker_cpus: float
-    data_cpus: float
-
-    @classmethod
-    def of(cls, job: Job, total: dict[str, float]) -> Resources:
-        """Share a cluster of `total` resources. Raises ClusterError if the workers don't fit."""
-        count, cpus, gpus = job.workers.count, total.get("CPU", 0.0), total.get("GPU", 0.0)
-        gpu = job.workers.device == "gpu" or (job.workers.device == "auto" and gpus >= 1)
-        has, kind = (gpus, "GPUs") if gpu else (cpus, "CPUs")
-        if count > has:
-            raise ClusterError("workers.count", count, f"the cluster has {has:g} {kind}", f"Set workers.count to at most {has:g}, or add nodes.")
-        worker_cpus = min(1.0, cpus / (count + 1))
-        return cls(gpu, worker_cpus, (cpus - count * worker_cpus) / count)
 
 
 def fit(job: Job) -> None:
@@ -93,28 +66,21 @@ def fit(job: Job) -> None:
 
 
 def _explain(job: Job, failures: dict[int, Exception]) -> TrainingError:
-    """Name the rank whose failure is a cause, not a consequence, and where its traceback is."""
+    """Name the rank whose failure is a cause, not a consequence, the step, and where its traceback is."""
     causes = {rank: getattr(error, "cause", None) or error for rank, error in failures.items()}
     rank = min(causes, key=lambda rank: ("CollectiveError" in type(causes[rank]).__name__, rank))
-    files = sorted((job.run_folder / f"rank-{rank:04d}").glob("error-*.txt"))
-    where = f"Its traceback is in {files[-1]}." if files else "It died without a traceback: killed, or out of memory."
     text = str(causes[rank]).strip()
-    return TrainingError(f"{len(failures)} of {job.workers.count} workers failed; rank {rank} first", None, text.splitlines()[-1] if text else None, where)
-
-
-def check(job: Job) -> None:
-    """All that can be known to be wrong before a worker starts. Builds the packing indices while at it."""
-    manifest = Manifest.load(job.data.path)
-    check_shards(job.data.path, manifest)
-    if job.model.vocab_size is not None and job.model.vocab_size < manifest.vocab_size:
-        raise ConfigError("model.vocab_size", job.model.vocab_size, f"the tokenizer has {manifest.vocab_size} tokens", "Raise it, or leave it out.")
-    for split in ("train", "validation"):
-        packing_index(job.data.path, manifest, split, job.data.sequence_length)
+    files = sorted(Run(job.run_folder).rank_folder(rank).glob("error-*.txt"))
+    where = files[-1].read_text(encoding="utf-8").splitlines()[0] if files else f"rank {rank}"
+    traceback = f"Its traceback is in {files[-1]}." if files else "It left no traceback: killed, or out of memory."
+    return TrainingError(f"training failed: {where}", None, text.splitlines()[-1] if text else None, traceback)
 
 
 def run_job(job: Job) -> int:
     """Check, lock, train and sum up. The exit code: 0, or 130 if the run was asked to stop before its last step."""
-    check(job)
+    manifest = check_data(job)
+    for split in filter(manifest.tokens, SPLITS):
+        packing_index(job.data.path, manifest, split, job.data.sequence_length)
     run = Run(job.run_folder)
     ray.init(log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
     with run.lock(os.environ.get("RAYZERO3_JOB_ID", str(os.getpid()))):
@@ -131,7 +97,7 @@ def run_job(job: Job) -> int:
             if step < job.train.steps:
                 print(f"stopped after step {step}, which is saved; submit the job again to go on", flush=True)
                 return STOPPED
-    print(loss_curve(run), comparison(job, run), next_commands(job), sep="\n\n", flush=True)
+    print(loss_curve(run), *([comparison(job, run)] if manifest.tokens("validation") else []), next_commands(job), sep="\n\n", flush=True)
     return 0
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 from rayzero3.config import Job
-from rayzero3.train.run import Run, read_lines
+from rayzero3.train.run import Run, Tail
 
 POLL_S = 0.5
 LINE_EVERY_S = 5.0
@@ -18,13 +19,16 @@ LINE_EVERY_S = 5.0
 class Progress:
     """Print a run's steps and events while the body of a `with` runs, from what its files grow by.
 
-    A second thread reads; `with` ends when it has read everything that was written before.
+    What the files hold before belongs to an earlier driver and is not shown. A second thread reads; `with` ends when it has read everything.
     """
 
     def __init__(self, job: Job, run: Run) -> None:
-        self._job, self._run = job, run
-        self._seen_events = len(read_lines(run.events))
-        self._printed_step, self._attempts = 0, 0
+        self._job = job
+        self._events, self._metrics = Tail(run.events), Tail(run.metrics)
+        self._events.fresh()
+        self._metrics.fresh()
+        self._last: dict[str, Any] | None = None
+        self._seconds: deque[float] = deque(maxlen=50)
         self._since_line_s = LINE_EVERY_S
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -45,22 +49,19 @@ class Progress:
         self._tell()
 
     def _tell(self) -> None:
-        events = read_lines(self._run.events)
-        fresh, self._seen_events = events[self._seen_events :], len(events)
-        if self._attempts and self._since_line_s >= LINE_EVERY_S or any(event["event"] != "start" for event in fresh):
-            self._tell_step()
-        for event in fresh:
+        events = self._events.fresh()
+        if lines := self._metrics.fresh():
+            self._last = lines[-1]
+            self._seconds.extend(line["seconds"] for line in lines)
+        if self._last and (self._since_line_s >= LINE_EVERY_S or events):
+            print(self._step_line(self._last), flush=True)
+            self._last, self._since_line_s = None, 0.0
+        for event in events:
             print(self._event_line(event), flush=True)
 
-    def _tell_step(self) -> None:
-        metrics = read_lines(self._run.metrics)
-        if metrics and metrics[-1]["step"] != self._printed_step:
-            print(self._step_line(metrics), flush=True)
-            self._printed_step, self._since_line_s = metrics[-1]["step"], 0.0
-
-    def _step_line(self, metrics: list[dict[str, Any]]) -> str:
-        last, steps = metrics[-1], self._job.train.steps
-        left_s = (steps - last["step"]) * statistics.median(line["seconds"] for line in metrics[-50:])
+    def _step_line(self, last: dict[str, Any]) -> str:
+        steps = self._job.train.steps
+        left_s = (steps - last["step"]) * statistics.median(self._seconds)
         return (
             f"step {last['step']:>{len(str(steps))}}/{steps}  loss {last['loss']:.4f}  gradient norm {last['grad_norm']:.3f}  "
             f"{last['tokens_per_s']:,.0f} tokens/s  {duration(left_s)} left"
@@ -68,8 +69,6 @@ class Progress:
 
     def _event_line(self, event: dict[str, Any]) -> str:
         if event["event"] == "start":
-            self._attempts += 1
-            self._printed_step = event["step"]
             what = "started" if event["checkpoint"] is None else f"goes on after step {event['step']}, from {event['checkpoint']}"
             return f"attempt {event['attempt']} {what} on {event['workers']} {event['device'].split(':')[0]} workers"
         if event["event"] == "validation":

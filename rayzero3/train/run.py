@@ -98,9 +98,25 @@ def append_line(path: Path, facts: dict[str, Any]) -> None:
         file.write(json.dumps(facts) + "\n")
 
 
+class Tail:
+    """What a file of JSON lines grows by. A file that was replaced by another is read from its start."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._inode = path, 0, None
+
+    def fresh(self) -> list[dict[str, Any]]:
+        """The whole lines that have come since the last call."""
+        if not self._path.exists():
+            return []
+        with open(self._path, "rb") as file:
+            if os.fstat(file.fileno()).st_ino != self._inode:
+                self._offset, self._inode = 0, os.fstat(file.fileno()).st_ino
+            file.seek(self._offset)
+            *whole, rest = file.read().split(b"\n")
+            self._offset = file.tell() - len(rest)
+        return [json.loads(line) for line in whole]
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON lines of a file; none if it is not there. A last line that is still being written is left out."""
-    if not path.exists():
-        return []
-    *whole, _ = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in whole]
+    return Tail(path).fresh()

@@ -49,8 +49,8 @@ class Worker:
     def train(self) -> None:
         """Start or resume, and go on to the job's last step."""
         job, run = self.job, self.run
-        vocab_size = job.model.vocab_size or Manifest.load(job.data.path).vocab_size
-        model, optimizer = build(job, vocab_size, self.rank, self.world_size, self.device)
+        manifest = Manifest.load(job.data.path)
+        model, optimizer = build(job, job.model.vocab_size or manifest.vocab_size, self.rank, self.world_size, self.device)
         (self.attempt,) = self._from_first(model, run.new_attempt() if self.rank == 0 else 0)
         self.write_whereabouts()
         position = self._resume(model, optimizer)
@@ -60,7 +60,7 @@ class Worker:
         for result in steps(job, model, optimizer, batches, position.step, position.samples, self.device, run.stop.exists):
             self.step = result.step
             stop, last = metrics.log(result), result.step == job.train.steps
-            if last or result.step % job.validation.every_steps == 0:
+            if manifest.tokens("validation") and (last or result.step % job.validation.every_steps == 0):
                 metrics.flush()
                 self._validate(model)
             if stop or last or result.step % job.checkpoint.every_steps == 0:
@@ -70,13 +70,19 @@ class Worker:
                 break
 
     def write_whereabouts(self) -> None:
-        """Leave where this rank runs in the run's folder: worker.json with attempt, node and process id."""
-        facts = {"attempt": self.attempt, "node_id": ray.get_runtime_context().get_node_id(), "address": ray.util.get_node_ip_address(), "pid": os.getpid()}
+        """Leave where this rank runs in the run's folder: worker.json with attempt, node, network and process id."""
+        facts = {
+            "attempt": self.attempt,
+            "node_id": ray.get_runtime_context().get_node_id(),
+            "address": ray.util.get_node_ip_address(),
+            "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+            "pid": os.getpid(),
+        }
         (self.run.rank_folder(self.rank) / "worker.json").write_text(json.dumps(facts), encoding="utf-8")
 
     def write_traceback(self) -> None:
         """Leave the exception at hand in the run's folder, where no other rank's output mixes with it."""
-        text = f"rank {self.rank} of {self.world_size}, attempt {self.attempt}, after step {self.step}\n\n{traceback.format_exc()}"
+        text = f"rank {self.rank}, after step {self.step}, in attempt {self.attempt} of {self.world_size} workers\n\n{traceback.format_exc()}"
         self.run.error_file(self.rank, self.attempt).write_text(text, encoding="utf-8")
 
     def _from_first(self, model: Zero3Sequential, *numbers: int) -> list[int]:

@@ -93,3 +93,12 @@ def test_a_stale_record_is_no_cluster(cli, fresh):
     assert "no cluster" in fresh("list", code=3)
     assert "no cluster" in fresh("cluster", "down"), "a process with another start time is not ours to end"
     cli("list")
+
+
+def test_two_workers_on_two_cpus_leave_something_for_the_data(fresh, job_file, data):
+    fresh("cluster", "up", "--num-cpus", 2)
+    try:
+        tight = job_file("tight", workers={"count": 2}, train={"steps": 3, "global_batch": 5, "micro_batch": 2})
+        assert "step 3/3" in fresh("submit", tight)
+    finally:
+        fresh("cluster", "down")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from rayzero3.engine import Zero3Adam, Zero3Layer, Zero3Sequential
+from rayzero3.engine.layout import CHUNK_ALIGNMENT, SLOT_ALIGNMENT
 from rayzero3.engine.state import LayerState
 from rayzero3.errors import StateError
 from tests.engine.models import Block, assert_grads_match, full_grads, full_values, language_model, mean_loss, shard, tokens
@@ -251,6 +253,27 @@ def never_two_stages(rank, world_size):
 
 def test_no_more_than_two_layers_and_the_last_are_whole():
     run_ranks(never_two_stages, 2)
+
+
+def persistent_bytes(rank, world_size):
+    model = shard(language_model(), rank, world_size)
+    optimizer = Zero3Adam(model.get_trainable_chunk())
+    mean_loss(model, tokens(0, 2)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    held = {}
+    for found in gc.get_objects():
+        if isinstance(found, torch.Tensor) and found.numel() > 1:
+            held[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
+    parameters = sum(slot.numel for layer in model.layers for slot in layer.trainable.layout.slots)
+    return sum(held.values()), parameters, sum(len(layer.trainable.layout.slots) for layer in model.layers), len(model.layers)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_between_steps_a_rank_holds_12_bytes_per_parameter_over_n(world_size):
+    for held, parameters, slots, layers in run_ranks(persistent_bytes, world_size):
+        padding = 12 * (slots * SLOT_ALIGNMENT / world_size + layers * CHUNK_ALIGNMENT)
+        assert 12 * parameters / world_size <= held <= 12 * parameters / world_size + padding
 
 
 def sent_bytes(rank, world_size):

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from rayzero3.errors import ConfigError, TrainingError
-from rayzero3.train.launch import Resources
+from rayzero3.train.check import Resources
 from rayzero3.train.loop import StepResult, build, steps
 from rayzero3.train.metrics import Metrics
 from rayzero3.train.process_group import _Backend, interface_of
 from rayzero3.train.progress import duration
-from rayzero3.train.run import Run, append_line, read_lines
+from rayzero3.train.run import Run, Tail, append_line, read_lines
 from rayzero3.train.schedule import learning_rate
 from tests.jobs import VOCABULARY, random_batches, small_job
 from tests.ranks import run_ranks
@@ -81,6 +81,23 @@ def test_attempts_are_numbered_once_and_a_line_being_written_is_left_out(tmp_pat
     assert [line["step"] for line in read_lines(run.metrics)] == [1, 2, 3, 4, 5]
     run.forget_after(3)
     assert [line["step"] for line in read_lines(run.metrics)] == [1, 2, 3]
+
+
+def test_a_tail_sees_each_line_once_and_a_replaced_file_from_its_start(tmp_path):
+    run = Run(tmp_path)
+    tail = Tail(run.metrics)
+    assert tail.fresh() == []
+    append_line(run.metrics, {"step": 1})
+    append_line(run.metrics, {"step": 2})
+    assert tail.fresh() == [{"step": 1}, {"step": 2}] and tail.fresh() == []
+    with open(run.metrics, "a") as file:
+        file.write('{"st')
+    assert tail.fresh() == []
+    with open(run.metrics, "a") as file:
+        file.write('ep": 3}\n')
+    assert tail.fresh() == [{"step": 3}]
+    run.forget_after(1)
+    assert tail.fresh() == [{"step": 1}]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path):

@@ -1,0 +1,54 @@
+"""Check: all that can be known to be wrong with a job before a worker starts. No Ray, no torch: the command line checks with it too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rayzero3.config import Job
+from rayzero3.data.manifest import Manifest, check_shards
+from rayzero3.errors import ClusterError, ConfigError
+
+
+def check_data(job: Job) -> Manifest:
+    """Compare the token shards with their manifest and with the model; the manifest.
+
+    Raises:
+        DataError: the shards are missing, or not what their manifest says.
+        ConfigError: the model's vocabulary is smaller than the tokenizer's.
+    """
+    manifest = Manifest.load(job.data.path)
+    check_shards(job.data.path, manifest)
+    if job.model.vocab_size is not None and job.model.vocab_size < manifest.vocab_size:
+        raise ConfigError("model.vocab_size", job.model.vocab_size, f"the tokenizer has {manifest.vocab_size} tokens", "Raise it, or leave it out.")
+    return manifest
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What each worker takes from the cluster.
+
+    Attributes:
+        gpu: Whether a worker has a GPU.
+        worker_cpus: Logical CPUs reserved for a worker, at most 1: less where the workers would leave none for the data.
+        data_cpus: Logical CPUs that a worker's data tasks may take.
+    """
+
+    gpu: bool
+    worker_cpus: float
+    data_cpus: float
+
+    @classmethod
+    def of(cls, job: Job, total: dict[str, float]) -> Resources:
+        """Share a cluster that has `total` logical CPUs ("CPU") and GPUs ("GPU"), in use or not.
+
+        Raises:
+            ClusterError: it can't hold the workers, even with nothing else on it.
+        """
+        count, cpus, gpus = job.workers.count, total.get("CPU", 0.0), total.get("GPU", 0.0)
+        gpu = job.workers.device == "gpu" or (job.workers.device == "auto" and gpus >= 1)
+        kind, has = ("GPU", gpus) if gpu else ("CPU", cpus)
+        if count > has:
+            fewer = f"Set workers.count to at most {has:g}, or add nodes." if has >= 1 else "Set workers.device: cpu, or use a cluster with GPUs."
+            raise ClusterError("workers.count", count, f"each worker takes one {kind}, and the cluster has {gpus:g} GPUs and {cpus:g} CPUs", fewer)
+        worker_cpus = min(1.0, cpus / (count + 1))
+        return cls(gpu, worker_cpus, (cpus - count * worker_cpus) / count)
