@@ -21,7 +21,8 @@ def ngram_losses(folder: Path, sequence_length: int, samples: int) -> tuple[floa
     """Mean loss in nats of a unigram and of a bigram model on what the first `samples` validation samples predict.
 
     The unigram adds one to every count. The bigram discounts every pair seen by d and gives what that frees to the unigram:
-    p(w | v) = max(c(v, w) - d, 0) / c(v) + d * t(v) / c(v) * p(w), with d = n1 / (n1 + 2 * n2), where n1 and n2 pairs came once and twice.
+    p(w | v) = max(c(v, w) - d, 0) / c(v) + d * t(v) / c(v) * p(w), with d = n1 / (n1 + 2 * n2), where n1 and n2 pairs came once and twice,
+    or 0.5 where none came once: nothing is impossible.
 
     Cost: about 20 bytes for each different pair, beside the counted tokens.
 
@@ -36,7 +37,7 @@ def ngram_losses(folder: Path, sequence_length: int, samples: int) -> tuple[floa
 
     pairs, counts = np.unique(training[:-1] * vocabulary + training[1:], return_counts=True)
     once, twice = int((counts == 1).sum()), int((counts == 2).sum())
-    discount = once / max(1, once + 2 * twice)
+    discount = once / (once + 2 * twice) if once else 0.5
     total = np.bincount(pairs // vocabulary, weights=counts, minlength=vocabulary)
     followers = np.bincount(pairs // vocabulary, minlength=vocabulary)
     wanted = context * vocabulary + target

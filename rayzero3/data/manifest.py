@@ -102,6 +102,8 @@ class Manifest:
                 split: tuple(Shard(shard["file"], tuple(RowGroup(**group) for group in shard["row_groups"])) for shard in shards)
                 for split, shards in raw.pop("splits").items()
             }
+            if set(splits) != set(SPLITS) or raw["dtype"] not in DTYPES or not isinstance(raw["vocab_size"], int):
+                raise ValueError("its splits, dtype or vocab_size are not what rayzero3 writes")
             return cls(splits=splits, skipped=tuple(raw.pop("skipped")), **raw)
         except FileNotFoundError:
             raise DataError(f"the data folder {folder} has no {MANIFEST}", None, "it holds no token shards, or an unfinished set", _AGAIN) from None
@@ -141,6 +143,8 @@ def _check_shard(path: Path, shard: Shard, manifest: Manifest) -> None:
         raise DataError(f"{path}", "not a whole Parquet file", str(error).splitlines()[0], _AGAIN) from None
     with file:
         dtype = file.schema_arrow.field("tokens").type if "tokens" in file.schema_arrow.names else None
+        if "length" not in file.schema_arrow.names:
+            raise DataError(f"the column length of {path}", "missing", "every shard has it", _AGAIN)
         if dtype != pa.list_(DTYPES[manifest.dtype]):
             raise DataError(f"the column tokens of {path}", dtype or "missing", f"the manifest says list<{manifest.dtype}>", _AGAIN)
         if not shard.documents or file.metadata.num_rows != shard.documents:

@@ -18,6 +18,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -72,7 +73,7 @@ def packing_index(folder: Path, manifest: Manifest, split: str, sequence_length:
     Reads the lengths of the documents only. A folder that can't be written is no obstacle.
 
     Raises:
-        DataError: the split is too small for one window.
+        DataError: the split is too small for one window, or its lengths don't add up to the manifest's tokens.
     """
     if manifest.tokens(split) <= sequence_length:
         raise DataError(
@@ -87,10 +88,17 @@ def packing_index(folder: Path, manifest: Manifest, split: str, sequence_length:
         with np.load(path, allow_pickle=False) as kept:
             if str(kept["key"]) == key:
                 return PackingIndex(sequence_length, kept["lengths"], kept["first_document"], kept["first_offset"])
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         pass  # absent, damaged or of other shards: build it
     lengths = [pq.read_table(Path(folder) / shard.file, columns=["length"]).column("length").to_numpy() for shard in manifest.splits[split]]
     index = PackingIndex.of(np.concatenate(lengths), sequence_length)
+    if int(index.lengths.sum()) != manifest.tokens(split):
+        raise DataError(
+            f"the document lengths of the {split} split",
+            f"{int(index.lengths.sum())} tokens in all",
+            f"the manifest says {manifest.tokens(split)}",
+            "Write the folder anew with `rayzero3 tokenize`.",
+        )
     temporary = path.with_suffix(f".{os.getpid()}.part")
     try:
         with open(temporary, "wb") as file:

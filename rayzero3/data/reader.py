@@ -9,10 +9,12 @@ from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayzero3.data.manifest import Manifest
 from rayzero3.data.pack import packing_index
+from rayzero3.errors import DataError
 
 _KEPT_ROW_GROUPS = 64
 """Decoded row groups that are kept: about 2^18 tokens each, so some 32 to 64 MiB."""
@@ -42,7 +44,7 @@ class WindowReader:
         return len(self._index)
 
     def read(self, ids: np.ndarray) -> np.ndarray:
-        """The samples of some ids, (R, S+1) int32; an id of -1 gives a row of zeros."""
+        """The samples of some ids, (R, S+1) int32; an id of -1 gives a row of zeros. Raises DataError for a damaged row group."""
         rows = np.zeros((len(ids), self._index.sequence_length + 1), dtype=np.int32)
         for row, sample in zip(rows, ids, strict=True):
             if sample >= 0:
@@ -64,9 +66,13 @@ class WindowReader:
             self._decoded.move_to_end(group)
             return self._decoded[group]
         path, number = self._groups[group]
-        if path not in self._files:
-            self._files[path] = pq.ParquetFile(path, memory_map=True)
-        column = self._files[path].read_row_group(number, columns=["tokens"]).column("tokens").combine_chunks()
+        try:
+            if path not in self._files:
+                self._files[path] = pq.ParquetFile(path, memory_map=True, page_checksum_verification=True)
+            column = self._files[path].read_row_group(number, columns=["tokens"]).column("tokens").combine_chunks()
+        except (pa.ArrowException, OSError) as error:
+            fault = str(error).splitlines()[0]
+            raise DataError(f"row group {number} of {path}", "damaged", fault, "Write the folder anew with `rayzero3 tokenize`.") from None
         column = column.chunk(0) if hasattr(column, "chunk") else column
         offsets = column.offsets.to_numpy()
         self._decoded[group] = column.flatten().to_numpy(), offsets - offsets[0]

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -27,6 +28,7 @@ from rayzero3.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+_OURS = re.compile(r"(train|validation)-\d{5}\.parquet(\.part)?|packing-(train|validation)-\d+(\.\d+)?\.(npz|part)")
 _ROW_GROUP_TOKENS = 2**18
 _TRAINING_BYTES = 2**26
 """Text that a tokenizer is trained on, at most."""
@@ -153,8 +155,8 @@ def _reusable(out: Path, fingerprint: str) -> Manifest | None:
 def _clear(out: Path) -> None:
     """Remove older shards, their manifest first, so that a half-cleared folder is not taken for a whole one."""
     (out / MANIFEST).unlink(missing_ok=True)
-    for pattern in ("train-*.parquet*", "validation-*.parquet*", "packing-*.npz"):
-        for path in sorted(out.glob(pattern)):
+    for path in out.iterdir():
+        if _OURS.fullmatch(path.name):
             path.unlink()
 
 
@@ -224,17 +226,17 @@ def _write_split(path: Path, documents: list[np.ndarray], dtype: str) -> list[tu
     if not documents:
         return []
     schema = pa.schema([("tokens", pa.list_(DTYPES[dtype])), ("length", pa.int64())])
-    temporary, groups, waiting = path.with_suffix(".parquet.part"), [], []
-    with pq.ParquetWriter(temporary, schema, compression="none", use_dictionary=False, write_statistics=True) as writer:
+    temporary, groups, waiting, count = path.with_suffix(".parquet.part"), [], [], 0
+    with pq.ParquetWriter(temporary, schema, compression="none", use_dictionary=False, write_page_checksum=True) as writer:
         for number, document in enumerate(documents):
             waiting.append(document)
-            count = sum(map(len, waiting))
+            count += len(document)
             if count >= _ROW_GROUP_TOKENS or number == len(documents) - 1:
                 lengths = np.array([len(tokens) for tokens in waiting], dtype=np.int64)
                 offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
                 tokens = pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(waiting)))
                 writer.write_table(pa.table([tokens, pa.array(lengths)], schema=schema), row_group_size=len(waiting))
                 groups.append((len(waiting), count))
-                waiting = []
+                waiting, count = [], 0
     os.replace(temporary, path)
     return groups

@@ -62,8 +62,11 @@ def fill_chunk(flat: FlatParameter, values: dict[str, Tensor], label: str, initi
         label: Name of the layer; a parameter's full name is `label.name`.
 
     Raises:
-        StateError: values on the meta device and no `initialize`, or a parameter that it left not finite.
+        StateError: values on the meta device and no `initialize`, a parameter that it left not finite, or one of a layer that is gone.
     """
+    for name, value in values.items():
+        if not value.is_meta and value.numel() and not value.untyped_storage().nbytes():
+            raise StateError(f"{label}.{name} has no values", None, "it belonged to a Zero3Layer that is gone", "Wrap a fresh module.")
     on_meta = {name for name, value in values.items() if value.is_meta}
     if not on_meta:
         _fill_from_first(flat, values, label)

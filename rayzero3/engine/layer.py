@@ -238,12 +238,13 @@ class Zero3Layer(nn.Module):
     def _hold_tied(self) -> None:
         """Find parameters that another layer holds, and use them from there."""
         for parameter in list(self.module.parameters()):
-            home, name = getattr(parameter, "zero3_home", (lambda: None, ""))
-            if home() is not None:
-                tied = home()._split_off(name)
+            home, name = getattr(parameter, "zero3_home", (None, None))
+            owner = home() if home else None
+            if owner is not None:
+                tied = owner._split_off(name)
                 parameter.zero3_home = (weakref.ref(tied), name)
                 self.held.append(tied)
-                _replace(self.module, {id(parameter): tied.trainable_or_frozen.parameters[name]})
+                _replace(self.module, {id(parameter): tied.flats[0].parameters[name]})
 
     def _split_off(self, name: str) -> Zero3Layer:
         """Move one parameter into a layer of its own, which this layer then holds."""
@@ -256,16 +257,10 @@ class Zero3Layer(nn.Module):
         tied = Zero3Layer(
             TiedWeight(name, moved), self.comm.rank, self.comm.world_size, self.device, self.dtype, group=self.comm.group, name=self.name
         )
-        _replace(self.module, {id(moved): tied.trainable_or_frozen.parameters[name]})
+        _replace(self.module, {id(moved): tied.flats[0].parameters[name]})
         self.held.append(tied)
         self._shard(None, 0)
         return tied
-
-    @property
-    def trainable_or_frozen(self) -> FlatParameter:
-        """The only flat parameter of a layer that has just one."""
-        (flat,) = self.flats
-        return flat
 
     def _shard(self, initialize: Initializer | None, seed: int) -> None:
         """Replace the module's own parameters by views of flat parameters, and fill the chunks."""
@@ -282,7 +277,7 @@ class Zero3Layer(nn.Module):
             fill_chunk(flat, {name: value.detach() for name, value in values.items()}, self.label, initialize, seed)
             for name, value in values.items():
                 views[id(value)] = flat.parameters[name]
-                value.zero3_home = (weakref.ref(self), name)
+                value.zero3_home = views[id(value)].zero3_home = (weakref.ref(self), name)
             if frozen:
                 self.frozen.append(flat)
             else:

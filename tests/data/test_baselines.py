@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rayzero3.data.baselines import ngram_losses
-from rayzero3.data.manifest import Manifest
+from rayzero3.data.manifest import Manifest, RowGroup, Shard
 from rayzero3.data.reader import WindowReader
+
+
+def test_a_pair_never_seen_is_not_impossible(shards, tmp_path):
+    """Documents of one repeated pair: no pair comes once, and validation has pairs that training has not."""
+    kept = Manifest.load(shards)
+    splits = {}
+    for split, document in (("train", [1, 2, 0]), ("validation", [2, 1, 0])):
+        column = pa.array([document] * 20, pa.list_(pa.uint16()))
+        pq.write_table(pa.table({"tokens": column, "length": pa.array([3] * 20)}), tmp_path / f"{split}-00000.parquet")
+        splits[split] = (Shard(f"{split}-00000.parquet", (RowGroup(20, 60),)),)
+    replace(kept, splits=splits).write(tmp_path)
+    assert all(math.isfinite(loss) for loss in ngram_losses(tmp_path, 3, 5))
 
 
 def test_both_losses_equal_a_count_by_hand(shards):

@@ -102,9 +102,27 @@ def test_a_fault_in_the_shards_is_named(folder, fault):
         check_shards(folder, Manifest.load(folder))
 
 
+def test_damage_that_the_footer_does_not_show_is_found_when_it_is_read(folder):
+    content = bytearray((folder / SHARD).read_bytes())
+    content[200] ^= 1
+    (folder / SHARD).write_bytes(content)
+    check_shards(folder, Manifest.load(folder))
+    with pytest.raises(DataError, match="row group 0 of .*train-00000.parquet is damaged"):
+        WindowReader(folder, "train", 20).read(np.arange(3))
+
+
+def test_lengths_that_do_not_add_up_are_refused(folder):
+    table = pq.read_table(folder / SHARD)
+    lengths = table.column("length").to_numpy().copy()
+    lengths[0] += 3
+    pq.write_table(table.set_column(1, "length", pa.array(lengths)), folder / SHARD)
+    with pytest.raises(DataError, match=r"document lengths of the train split is \d+ tokens in all; the manifest says"):
+        packing_index(folder, Manifest.load(folder), "train", 20)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "has no manifest.json"), ("{", "manifest.json is broken"), ('{"format": 99}', "is 99; this version reads 1"), ("[]", "is broken")],
+    [(None, "has no manifest.json"), ("{", "manifest.json is broken"), ('{"format": 99}', "is 99; this version reads 1"), ("[]", "is broken"), ('{"format": 1, "splits": {}}', "is broken")],
 )
 def test_a_folder_without_a_good_manifest_is_refused_with_the_command_to_type(tmp_path, content, message):
     if content is not None:
@@ -124,7 +142,7 @@ def test_the_packing_index_is_kept_and_a_stale_or_damaged_one_is_built_anew(fold
     manifest = Manifest.load(folder)
     built = packing_index(folder, manifest, "train", 16)
     (kept,) = folder.glob("packing-train-16.npz")
-    for damage in (lambda: kept.write_bytes(b"rubbish"), lambda: np.savez(kept, key="other", lengths=[1]), lambda: None):
+    for damage in (lambda: kept.write_bytes(b"rubbish"), lambda: kept.write_bytes(b""), lambda: os.truncate(kept, 500), lambda: np.savez(kept, key="other", lengths=[1]), lambda: None):
         damage()
         again = packing_index(folder, manifest, "train", 16)
         assert np.array_equal(again.first_document, built.first_document) and np.array_equal(again.first_offset, built.first_offset)

@@ -120,6 +120,28 @@ def test_a_tied_head_is_stored_and_reduced_once(world_size):
     run_ranks(tied, world_size)
 
 
+def wrapped_twice(rank, world_size):
+    torch.manual_seed(0)
+    module, width = nn.Linear(12, 12), 12
+    plain = copy.deepcopy(module)
+    model = Zero3Sequential([Zero3Layer(module, rank, world_size, "cpu") for _ in range(2)])
+    x = torch.ones(2, width)
+    model(x).sum().backward()
+    plain(plain(x)).sum().backward()
+    grads = full_grads(model)
+    assert set(grads) == {"0.weight", "0.bias"}
+    torch.testing.assert_close(grads["0.weight"], plain.weight.grad)
+    torch.testing.assert_close(grads["0.bias"], plain.bias.grad)
+    del model
+    gc.collect()
+    with pytest.raises(StateError, match="weight has no values; it belonged to a Zero3Layer that is gone"):
+        Zero3Layer(module, rank, world_size, "cpu")
+
+
+def test_a_module_wrapped_twice_is_tied_and_one_of_a_layer_that_is_gone_is_refused():
+    run_ranks(wrapped_twice, 2)
+
+
 class TiedInside(nn.Module):
     def __init__(self, width):
         super().__init__()
