@@ -88,7 +88,13 @@ class TrainSection(Section):
     adam_betas: tuple[float, float] = Field((0.9, 0.95), description="decay of Adam's two moments")
     adam_eps: float = Field(1e-8, gt=0, description="Adam's epsilon")
     clip_norm: float | None = Field(None, gt=0, description="bound of the global gradient norm; none unless given")
-    compute_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of the fetched parameters and activations; chunks stay fp32")
+    compute_dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="dtype of the fetched parameters and activations; chunks stay fp32; fp16 scales the loss"
+    )
+    reduce_every: Literal["micro_batch", "step"] = Field(
+        "micro_batch", description="micro_batch: least memory; step: least traffic, for 4 bytes per trainable parameter on every worker"
+    )
+    recompute_every: CountOrZero = Field(0, description="every so many blocks keep only their inputs for backward and run again there; 0: none")
 
     @property
     def warmup(self) -> int:
@@ -149,10 +155,10 @@ class Job(Section):
     def differences(self, older: "Job") -> list[str]:
         """What a resumed run may not change, where `older` is the job that wrote the checkpoint.
 
-        May change: steps, micro-batch, workers, validation, checkpoint, and where data and storage lie. The schedule follows the new steps.
+        May change: steps, micro-batch, when to reduce and recompute, workers, validation, checkpoint, and where data and storage lie. The schedule follows the new steps.
         """
         mine, theirs = (job.model_dump(mode="json") for job in (self, older))
-        free = {("train", "steps"), ("train", "micro_batch"), ("data", "path")}
+        free = {("train", key) for key in ("steps", "micro_batch", "reduce_every", "recompute_every")} | {("data", "path")}
         found = [] if self.seed == older.seed else [f"seed: {older.seed} -> {self.seed}"]
         for section in ("model", "data", "train"):
             for key, value in mine[section].items():

@@ -27,7 +27,7 @@ def changed(**changes):
         (changed(train={"steps": True}), "train.steps is True; expected a whole number"),
         (changed(train={"steps": 0}), "train.steps is 0; expected greater than or equal to 1"),
         (changed(train={"learning_rate": -1}), "train.learning_rate is -1; expected greater than 0"),
-        (changed(train={"compute_dtype": "fp8"}), "compute_dtype is 'fp8'; expected one of 'fp32' or 'bf16'"),
+        (changed(train={"compute_dtype": "fp8"}), "compute_dtype is 'fp8'; expected one of 'fp32', 'bf16' or 'fp16'"),
         (changed(train={"adam_betas": [0.9, 1.0]}), r"adam_betas is \[0.9, 1.0\]; both must be at least 0 and below 1"),
         (changed(train={"steps": 5, "warmup_steps": 6}), "warmup_steps is 6; it can't exceed train.steps, 5"),
         (changed(train={"final_learning_rate": 1.0}), "final_learning_rate is 1.0; it can't exceed"),

@@ -70,6 +70,7 @@ class Manifest:
         parameters: Full name -> Entry.
         files: File name -> {"bytes": size, "blake2b": hex digest of the content}.
         job: The job as plain values.
+        scaler: Numbers of the loss scaler; empty without one.
         versions: Of the software that wrote it.
     """
 
@@ -80,6 +81,7 @@ class Manifest:
     parameters: dict[str, Entry]
     files: dict[str, dict[str, Any]]
     job: dict[str, Any]
+    scaler: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT_VERSION
 

@@ -36,9 +36,11 @@ def load(folder: Path, manifest: Manifest, job: Job, model: Zero3Sequential, opt
                 if flat.trainable:
                     targets |= optimizer.empty_state(flat.chunk, manifest.adam_updates)
                 for part in flat.layout.overlaps(flat.rank):
-                    name = f"{layer.name}.{part.name}"
+                    name = layer.full_name(part.name)
                     for kind in KINDS if flat.trainable else KINDS[:1]:
                         _read(files, f"{kind}/{name}", manifest.parameters[name], part.start, targets[kind][part.at : part.at + part.stop - part.start])
+    if optimizer.scaler is not None:
+        optimizer.scaler.restore(manifest.scaler)
     return Position(manifest.step, manifest.samples)
 
 
@@ -62,7 +64,7 @@ def _check_job(folder: Path, manifest: Manifest, job: Job) -> None:
 
 
 def _check_names(folder: Path, manifest: Manifest, model: Zero3Sequential) -> None:
-    mine = {f"{layer.name}.{slot.name}": slot.shape for layer in model.all_layers() for flat in layer.flats for slot in flat.layout.slots}
+    mine = {layer.full_name(slot.name): slot.shape for layer in model.all_layers() for flat in layer.flats for slot in flat.layout.slots}
     theirs = {name: entry.shape for name, entry in manifest.parameters.items()}
     wrong = sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
     if wrong:

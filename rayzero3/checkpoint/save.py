@@ -58,7 +58,7 @@ def _slices(model: Zero3Sequential, optimizer: Zero3Adam) -> dict[str, Tensor]:
                 sources |= {kind: optimizer.state[flat.chunk][kind] for kind in ("exp_avg", "exp_avg_sq")}
             for part in flat.layout.overlaps(flat.rank):
                 for kind, source in sources.items():
-                    found[f"{kind}/{layer.name}.{part.name}"] = source[part.at : part.at + part.stop - part.start]
+                    found[f"{kind}/{layer.full_name(part.name)}"] = source[part.at : part.at + part.stop - part.start]
     return found
 
 
@@ -88,7 +88,7 @@ def _manifest(job: Job, model: Zero3Sequential, optimizer: Zero3Adam, position: 
                     pieces[part.name].append(Piece(rank_file(rank), part.start, part.stop))
             for slot in flat.layout.slots:
                 dtype = str(flat.chunk.dtype).removeprefix("torch.")
-                entries[f"{layer.name}.{slot.name}"] = Entry(slot.shape, dtype, flat.trainable, tuple(pieces[slot.name]))
+                entries[layer.full_name(slot.name)] = Entry(slot.shape, dtype, flat.trainable, tuple(pieces[slot.name]))
     return Manifest(
         step=position.step,
         attempt=attempt,
@@ -97,5 +97,6 @@ def _manifest(job: Job, model: Zero3Sequential, optimizer: Zero3Adam, position: 
         parameters=entries,
         files=files,
         job=job.model_dump(mode="json"),
+        scaler={} if optimizer.scaler is None else optimizer.scaler.numbers(),
         versions={"torch": torch.__version__, "safetensors": safetensors.__version__},
     )

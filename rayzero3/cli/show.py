@@ -55,7 +55,7 @@ def state(info: JobDetails, address: str) -> None:
         "run folder": folder,
         "step": None if last is None else f"{last['step']} of {steps}" + ("" if fresh else " (before this job)"),
         "loss": None if last is None else f"{last['loss']:.4f}",
-        "gradient norm": None if last is None else f"{last['grad_norm']:.4f}",
+        "gradient norm": None if last is None or last["grad_norm"] is None else f"{last['grad_norm']:.4f}",
         "tokens/s": None if last is None else f"{last['tokens_per_s']:,.0f} in all",
     }
     facts(rows)

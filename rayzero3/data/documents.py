@@ -11,6 +11,9 @@ from pathlib import Path
 
 from rayzero3.errors import DataError
 
+UNREADABLE = (UnicodeDecodeError, PermissionError)
+"""What reading a file raises if it is to be left out."""
+
 SMALLEST_SHARD_BYTES, LARGEST_SHARD_BYTES, SHARDS_WANTED = 2**20, 2**26, 16
 """Bytes of text of a shard: the total over SHARDS_WANTED, within these bounds."""
 
@@ -78,6 +81,7 @@ def read_documents(unit: Unit, text_key: str) -> Iterator[str]:
 
     Raises:
         UnicodeDecodeError: a text file that is not UTF-8.
+        PermissionError: a file that may not be read.
         DataError: a line of a JSONL file that is no object with a text under `text_key`; names file and line.
     """
     if not unit.is_jsonl:

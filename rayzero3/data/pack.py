@@ -13,6 +13,7 @@ documents, one token shared between neighbours, so that every token but the firs
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -105,5 +106,6 @@ def packing_index(folder: Path, manifest: Manifest, split: str, sequence_length:
             np.savez(file, key=key, lengths=index.lengths, first_document=index.first_document, first_offset=index.first_offset)
         os.replace(temporary, path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only file system refuses to remove what is not there, too
+            temporary.unlink(missing_ok=True)
     return index

@@ -27,10 +27,14 @@ class WindowReader:
         folder: Token shards.
         split: "train" or "validation".
         sequence_length: S.
+
+    Attributes:
+        fingerprint: Of the shards, from their manifest.
     """
 
     def __init__(self, folder: Path, split: str, sequence_length: int) -> None:
         folder, manifest = Path(folder), Manifest.load(folder)
+        self.fingerprint = manifest.fingerprint
         self._index = packing_index(folder, manifest, split, sequence_length)
         self._groups = [(folder / shard.file, number) for shard in manifest.splits[split] for number in range(len(shard.row_groups))]
         counts = [group.documents for shard in manifest.splits[split] for group in shard.row_groups]

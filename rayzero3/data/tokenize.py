@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import ray.data
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from rayzero3.data.documents import Unit, find_files, is_validation, read_documents, shard_units
+from rayzero3.data.documents import UNREADABLE, Unit, find_files, is_validation, read_documents, shard_units
 from rayzero3.data.manifest import DTYPES, MANIFEST, SPLITS, TOKENIZER, Manifest, RowGroup, Shard, sha256
 from rayzero3.errors import DataError
 
@@ -47,7 +47,7 @@ def tokenize(
 ) -> Manifest:
     """Write token shards of some texts. Ray must be initialised.
 
-    A text file is a document; a line of a JSONL file is one. Files that are not UTF-8 are skipped and listed in the manifest. A document
+    A text file is a document; a line of a JSONL file is one. Files that are not UTF-8, or may not be read, are skipped and listed in the manifest. A document
     goes to the validation split by a hash of its text. If `out` already holds shards of the same inputs and settings, they are kept.
 
     Args:
@@ -91,7 +91,7 @@ def tokenize(
         vocab_size=size,
         eod_id=end,
         dtype=dtype,
-        skipped=tuple(name for result in results for name in result["skipped"]),
+        skipped=tuple(dict.fromkeys(name for result in results for name in result["skipped"])),
         splits={
             split: tuple(Shard(_file(split, index), tuple(RowGroup(*group) for group in result[split])) for index, result in enumerate(results) if result[split])
             for split in SPLITS
@@ -139,7 +139,10 @@ def _in_parallel(function: Callable[[dict], Any], items: list[dict]) -> list[Any
 
 
 def _hash_file(item: dict[str, str]) -> str:
-    return sha256(Path(item["path"]))
+    try:
+        return sha256(Path(item["path"]))
+    except PermissionError:
+        return "not readable"
 
 
 def _reusable(out: Path, fingerprint: str) -> Manifest | None:
@@ -178,7 +181,7 @@ def _train(shards: list[list[Unit]], vocab_size: int, fraction: float, text_key:
                     if not is_validation(text, fraction):
                         yield text
                         left -= len(text)
-            except UnicodeDecodeError:
+            except UNREADABLE:
                 continue
             if left <= 0:
                 return
@@ -216,7 +219,7 @@ def _write_shard(item: dict[str, Any], out: str, end: int, dtype: str, fraction:
             for text in read_documents(unit, text_key):
                 ids = model.encode(text, add_special_tokens=False).ids
                 documents[SPLITS[is_validation(text, fraction)]].append(np.array([*ids, end], dtype=dtype))
-        except UnicodeDecodeError:
+        except UNREADABLE:
             skipped.append(unit.name)
     return {"skipped": skipped} | {split: _write_split(Path(out, _file(split, item["index"])), documents[split], dtype) for split in SPLITS}
 

@@ -19,17 +19,9 @@ Initializer = Callable[[str, Tensor, torch.Generator], None]
 """`initialize(name, tensor, generator)` fills one full parameter, (shape) fp32 on the CPU, in place."""
 
 
-class TiedWeight(nn.Module):
-    """A module that is one parameter under its old name, dots and all."""
-
-    def __init__(self, name: str, parameter: nn.Parameter) -> None:
-        super().__init__()
-        *parents, leaf = name.split(".")
-        owner: nn.Module = self
-        for parent in parents:
-            owner.add_module(parent, nn.Module())
-            owner = owner.get_submodule(parent)
-        owner.register_parameter(leaf, parameter)
+def full_name(label: str, name: str) -> str:
+    """A parameter's name in the model, from its layer's and its own."""
+    return f"{label}.{name}" if label else name
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
@@ -59,23 +51,20 @@ def fill_chunk(flat: FlatParameter, values: dict[str, Tensor], label: str, initi
 
     Args:
         values: Name -> full parameter, of the shapes in flat's layout. On the meta device they are initialised, else rank 0's count.
-        label: Name of the layer; a parameter's full name is `label.name`.
+        label: Name of the layer; a parameter's full name starts with it.
 
     Raises:
-        StateError: values on the meta device and no `initialize`, a parameter that it left not finite, or one of a layer that is gone.
+        StateError: values on the meta device and no `initialize`, or a parameter that it left not finite.
     """
-    for name, value in values.items():
-        if not value.is_meta and value.numel() and not value.untyped_storage().nbytes():
-            raise StateError(f"{label}.{name} has no values", None, "it belonged to a Zero3Layer that is gone", "Wrap a fresh module.")
     on_meta = {name for name, value in values.items() if value.is_meta}
     if not on_meta:
         _fill_from_first(flat, values, label)
         return
     if initialize is None or on_meta != set(values):
-        names = ", ".join(f"{label}.{name}" for name in sorted(on_meta))
+        names = ", ".join(full_name(label, name) for name in sorted(on_meta))
         raise StateError(names, "on the meta device", "it has no values", "Pass initialize=, and put all of the layer on the meta device.")
     for overlap in flat.layout.overlaps(flat.rank):
-        name = f"{label}.{overlap.name}"
+        name = full_name(label, overlap.name)
         full = torch.full(values[overlap.name].shape, torch.nan)
         initialize(name, full, generator_for(seed, name))
         part = full.view(-1)[overlap.start : overlap.stop]

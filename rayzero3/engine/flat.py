@@ -28,7 +28,7 @@ class FlatParameter:
 
     Attributes:
         layout: The integers.
-        chunk: (C,) chunk_dtype, this rank's slice; zeros until filled. 
+        chunk: (C,) chunk_dtype, this rank's slice; zeros until filled. Its `parts` are (shape, start, stop) of the parameters in it.
         parameters: Name -> nn.Parameter, a view into the full buffer; readable only between `allocate` and `free`.
     """
 
@@ -36,14 +36,16 @@ class FlatParameter:
         self, shapes: dict[str, tuple[int, ...]], comm: Comm, device: torch.device, trainable: bool, chunk_dtype: torch.dtype, full_dtype: torch.dtype
     ) -> None:
         self.layout, self.rank, self.trainable = FlatLayout.of(shapes, comm.world_size), comm.rank, trainable
+        slots = {slot.name: slot for slot in self.layout.slots}
         self.chunk = nn.Parameter(torch.zeros(self.layout.chunk_numel, dtype=chunk_dtype, device=device), requires_grad=trainable)
         self._full = torch.empty(self.layout.padded_numel, dtype=full_dtype, device=device)
         self.parameters = {
             slot.name: nn.Parameter(self._full.data[slot.offset : slot.end].view(slot.shape), requires_grad=trainable) for slot in self.layout.slots
         }
-        self._slots = {slot.name: slot for slot in self.layout.slots}
+        self._slots = slots
         self._grad: Tensor | None = None
         self._written: set[str] = set()
+        self.chunk.parts = [(slots[part.name].shape, part.at, part.at + part.stop - part.start) for part in self.layout.overlaps(self.rank)]
         self.join(comm)
         self.free()
 
@@ -68,6 +70,12 @@ class FlatParameter:
         """Give the full buffer's memory back. The views stay, unreadable until the next fetch."""
         self._full.untyped_storage().resize_(0)
 
+    def take_changes(self) -> None:
+        """Write back to the chunk what was changed in this rank's slice of the full parameter."""
+        start, stop = self.layout.rank_range(self.rank)
+        own, kept = self._full[start:stop], self.chunk.data
+        kept.copy_(torch.where(own == kept.to(own.dtype), kept, own.to(kept.dtype)))
+
     def gather_values(self, label: str) -> dict[str, Tensor]:
         """Every parameter at the chunk's precision, (shape) chunk dtype, on every rank. Costs the whole flat parameter in memory."""
         full = self.chunk.data.new_empty(self.layout.padded_numel)
@@ -76,14 +84,14 @@ class FlatParameter:
         self.comm.all_gather(full, label).wait()
         return {slot.name: full[slot.offset : slot.end].view(slot.shape).clone() for slot in self.layout.slots}
 
-    def write_grad(self, name: str) -> None:
-        """Move a parameter's gradient into the flat gradient; what came earlier in the same backward is added to."""
+    def write_grad(self, name: str, dtype: torch.dtype) -> None:
+        """Move a parameter's gradient into the flat gradient, which is made in `dtype`; what came earlier is added to."""
         parameter = self.parameters[name]
         grad, parameter.grad = parameter.grad, None
         if grad is None:
             return
         if self._grad is None:
-            self._grad = torch.empty_like(self._full)
+            self._grad = torch.empty_like(self._full, dtype=dtype)
         slot = self._slots[name]
         place = self._grad[slot.offset : slot.end].view(slot.shape)
         if name in self._written:
@@ -93,7 +101,7 @@ class FlatParameter:
             self._written.add(name)
 
     def take_grad(self) -> tuple[Tensor, list[str]]:
-        """The flat gradient, (N*C,) full dtype, ready to reduce, and the names that got none.
+        """The flat gradient, (N*C,), ready to reduce, and the names that got none.
 
         Zeros stand in the gaps, in the padding, and for parameters without a gradient: whatever lay in that memory never counts.
         """

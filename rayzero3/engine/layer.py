@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
-from rayzero3.engine.build import Initializer, TiedWeight, check_buffers, fill_chunk
+from rayzero3.engine.build import Initializer, check_buffers, fill_chunk, full_name
 from rayzero3.engine.calls import Call
 from rayzero3.engine.comm import Comm, Pending
 from rayzero3.engine.flat import FlatParameter
 from rayzero3.engine.order import FetchOrder
+from rayzero3.engine.places import ChunkedParameter, Places
 from rayzero3.engine.state import LayerState, check_transition
+from rayzero3.engine.tied import hold_tied
 from rayzero3.errors import StateError
 
 
@@ -39,6 +42,7 @@ class Zero3Layer(nn.Module):
         name: First part of the parameters' names; Zero3Sequential gives the position if it is None.
         initialize: Fills one parameter; needed for modules on the meta device, and so is a name.
         seed: For `initialize`.
+        recompute: Keep only the inputs for backward and run the module again there (activation checkpointing).
 
     Attributes:
         module: The module; its parameters are readable while the layer is FETCHED.
@@ -46,6 +50,7 @@ class Zero3Layer(nn.Module):
         trainable: The trainable FlatParameter, or None.
         frozen: The frozen ones, one per dtype.
         held: The layers of tied weights that this layer uses.
+        places: Where the parameters stand in modules.
 
     Cost: between steps 4*C bytes (and 8*C in Adam); while FETCHED N*C elements of the compute dtype in addition.
 
@@ -67,6 +72,7 @@ class Zero3Layer(nn.Module):
         name: str | None = None,
         initialize: Initializer | None = None,
         seed: int = 0,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         comm = Comm(group)
@@ -75,23 +81,29 @@ class Zero3Layer(nn.Module):
                 "(rank, world_size)", (rank, world_size), f"this process is {(comm.rank, comm.world_size)} in its process group", "Pass those."
             )
         self.module, self.name, self.device, self.dtype = module, name, torch.device(device), dtype
+        self.recompute = recompute
         self.state = LayerState.CHUNKED
         self.trainable: FlatParameter | None = None
         self.frozen: list[FlatParameter] = []
         self.held: list[Zero3Layer] = []
+        self.places = Places()
         self._pending: list[Pending] = []
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._fired: set[str] = set()
         self._warned = False
         self.join(FetchOrder([self], comm, keep_last=False))
         check_buffers(module, self.label, self.device)
-        self._hold_tied()
-        self._shard(initialize if name is not None else None, seed)
+        hold_tied(self)
+        self.shard(initialize if name is not None else None, seed)
 
     @property
     def label(self) -> str:
         """How errors and the ledger call this layer."""
         return self.name if self.name is not None else type(self.module).__name__
+
+    def full_name(self, name: str) -> str:
+        """The name in the model of this layer's parameter `name`; seeds, checkpoints and errors go by it."""
+        return full_name(self.label, name)
 
     @property
     def flats(self) -> list[FlatParameter]:
@@ -168,15 +180,18 @@ class Zero3Layer(nn.Module):
         grad, missing = self.trainable.take_grad()
         if missing and not self._warned:
             self._warned = True
-            names = ", ".join(f"{self.label}.{name}" for name in missing)
+            names = ", ".join(self.full_name(name) for name in missing)
             warnings.warn(f"{names}: no gradient in this backward; zeros are reduced in its place.", stacklevel=2)
-        self._fired.clear()
         self._pending = [self.comm.reduce_scatter(grad, self.label)]
 
     def finish_reduce(self) -> None:
         """Add the reduced gradient to the chunk's gradient. State: REDUCING -> CHUNKED."""
         self.trainable.accumulate(self._pending.pop().wait(), self.comm.world_size if self._order.average else 1)
         self._move(LayerState.CHUNKED)
+
+    def backward_over(self) -> None:
+        """Autograd has ended: the next gradient of a parameter belongs to another backward."""
+        self._fired.clear()
 
     def drop(self) -> None:
         """After an exception: forget the calls, every collective in flight, and gradients that were not reduced."""
@@ -189,6 +204,14 @@ class Zero3Layer(nn.Module):
         self._fired.clear()
         self._calls.clear()
         self.state = LayerState.CHUNKED
+        self.places.show(False)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the layer lacks, its module may have: code that holds the layer in the module's place reads the module's attributes."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward with full parameters."""
@@ -197,7 +220,10 @@ class Zero3Layer(nn.Module):
         try:
             args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
             args, kwargs = call.watch_inputs(args, kwargs)
-            output = self.module(*args, **kwargs)
+            if self.recompute and torch.is_grad_enabled():
+                output = checkpoint(self.module, *args, use_reentrant=False, **kwargs)
+            else:
+                output = self.module(*args, **kwargs)
             recorded = call.watch_outputs(output)
         except BaseException:
             self._order.forward_failed()
@@ -218,7 +244,7 @@ class Zero3Layer(nn.Module):
         self._finish_if_done()
 
     def _grad_ready(self, name: str) -> None:
-        self.trainable.write_grad(name)
+        self.trainable.write_grad(name, torch.float32 if self._order.hold_gradients else self.dtype)
         self._fired.add(name)
         if len(self._fired) == len(self.trainable.parameters):
             for call in [call for call in self._calls if not call.has_grad_inputs]:
@@ -234,65 +260,42 @@ class Zero3Layer(nn.Module):
 
     def _move(self, state: LayerState) -> None:
         self.state = check_transition(self.label, self.state, state)
+        if state in (LayerState.FETCHED, LayerState.CHUNKED):
+            self.places.show(state is LayerState.FETCHED)
 
-    def _hold_tied(self) -> None:
-        """Find parameters that another layer holds, and use them from there."""
-        for parameter in list(self.module.parameters()):
-            home, name = getattr(parameter, "zero3_home", (None, None))
-            owner = home() if home else None
-            if owner is not None:
-                tied = owner._split_off(name)
-                parameter.zero3_home = (weakref.ref(tied), name)
-                self.held.append(tied)
-                _replace(self.module, {id(parameter): tied.flats[0].parameters[name]})
+    def lend(self, module: nn.Module, names: dict[int, str]) -> None:
+        """Have `module` use this layer's parameters.
 
-    def _split_off(self, name: str) -> Zero3Layer:
-        """Move one parameter into a layer of its own, which this layer then holds."""
-        if isinstance(self.module, TiedWeight):
-            return self
-        values = {id(flat.parameters[slot]): value for flat in self.flats for slot, value in flat.gather_values(self.label).items()}
-        parameters = {id(view): nn.Parameter(values[id(view)], view.requires_grad) for view in self.module.parameters() if id(view) in values}
-        moved = parameters[id(self.module.get_parameter(name))]
-        _replace(self.module, parameters)
-        tied = Zero3Layer(
-            TiedWeight(name, moved), self.comm.rank, self.comm.world_size, self.device, self.dtype, group=self.comm.group, name=self.name
-        )
-        _replace(self.module, {id(moved): tied.flats[0].parameters[name]})
-        self.held.append(tied)
-        self._shard(None, 0)
-        return tied
+        Args:
+            names: id of the parameter that is in `module` now -> name of this layer's parameter.
+        """
+        views = {name: view for flat in self.flats for name, view in flat.parameters.items()}
+        self.places.add(module, {identity: views[name] for identity, name in names.items()})
 
-    def _shard(self, initialize: Initializer | None, seed: int) -> None:
-        """Replace the module's own parameters by views of flat parameters, and fill the chunks."""
-        elsewhere = {id(parameter) for layer in self.held for flat in layer.flats for parameter in flat.parameters.values()}
+    def shard(self, initialize: Initializer | None = None, seed: int = 0) -> None:
+        """Replace the module's own parameters by views of flat parameters, and fill the chunks; those that other layers hold stay theirs."""
         groups: dict[tuple[bool, torch.dtype], dict[str, nn.Parameter]] = {}
         for name, parameter in self.module.named_parameters():
-            if id(parameter) not in elsewhere:
+            if not isinstance(parameter, ChunkedParameter):
                 trainable = parameter.requires_grad
                 groups.setdefault((not trainable, torch.float32 if trainable else parameter.dtype), {})[name] = parameter
-        self.trainable, self.frozen, views = None, [], {}
+        self.trainable, self.frozen, self.places, views = None, [], Places(), {}
         for (frozen, chunk_dtype), values in sorted(groups.items(), key=lambda group: (group[0][0], str(group[0][1]))):
             shapes = {name: tuple(value.shape) for name, value in values.items()}
             flat = FlatParameter(shapes, self.comm, self.device, not frozen, chunk_dtype, self.dtype if chunk_dtype.is_floating_point else chunk_dtype)
             fill_chunk(flat, {name: value.detach() for name, value in values.items()}, self.label, initialize, seed)
             for name, value in values.items():
-                views[id(value)] = flat.parameters[name]
-                value.zero3_home = views[id(value)].zero3_home = (weakref.ref(self), name)
+                view = flat.parameters[name]
+                views[id(value)] = view
+                value.zero3_home = view.zero3_home = (weakref.ref(self), name)
             if frozen:
                 self.frozen.append(flat)
             else:
                 self.trainable = flat
                 self._hook_gradients()
-        _replace(self.module, views)
+        self.places.add(self.module, views)
 
     def _hook_gradients(self) -> None:
         me = weakref.ref(self)
         for name, parameter in self.trainable.parameters.items():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: me()._grad_ready(name))
-
-
-def _replace(module: nn.Module, by_identity: dict[int, nn.Parameter]) -> None:
-    for owner in module.modules():
-        for attribute, parameter in owner._parameters.items():
-            if id(parameter) in by_identity:
-                owner._parameters[attribute] = by_identity[id(parameter)]

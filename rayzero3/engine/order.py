@@ -10,7 +10,9 @@ from their first use to their last); at most two flat gradients, one that fills 
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,30 +33,76 @@ class FetchOrder:
         prefetch: How many layers are fetched ahead of the one that computes.
         keep_last: Whether the last layer stays fetched from its forward to its backward, which would fetch it first.
         average: Whether reduced gradients are divided by the world size.
+        rooted: Whether somebody says where a forward begins and ends. Otherwise it begins with the first layer, and layers are called in
+            the order given; else that order is learnt in the first forward.
+        pinned: Layers that are fetched from the begin of a forward to the end of its backward.
+
+    Attributes:
+        hold_gradients: While True, backwards keep their full gradients, in fp32; the first one after reduces them all.
     """
 
-    def __init__(self, layers: list[Zero3Layer], comm: Comm, prefetch: int = 1, keep_last: bool = True, average: bool = True) -> None:
-        self.comm, self.prefetch, self.keep_last, self.average = comm, prefetch, keep_last, average
-        self._callers = [weakref.ref(layer) for layer in layers]
-        self._position = {id(layer): index for index, layer in enumerate(layers)}
+    def __init__(
+        self,
+        layers: list[Zero3Layer],
+        comm: Comm,
+        prefetch: int = 1,
+        keep_last: bool = True,
+        average: bool = True,
+        rooted: bool = False,
+        pinned: Sequence[Zero3Layer] = (),
+    ) -> None:
+        self._pinned = [weakref.ref(layer) for layer in pinned]
+        self.comm, self.prefetch, self.keep_last, self.average, self.rooted = comm, prefetch, keep_last, average, rooted
+        self._set_order(layers)
+        self._called: list[Zero3Layer] = []
+        self._learnt = False
+        self.hold_gradients = False
         self._begin()
 
     def layers(self) -> list[Zero3Layer]:
-        """All layers in fetch order: a tied weight's layer comes before its first user."""
-        found: dict[int, Zero3Layer] = {}
+        """All layers in fetch order: pinned ones first, a tied weight's layer before its first user."""
+        found: dict[int, Zero3Layer] = {id(layer()): layer() for layer in self._pinned}
         for caller in self._callers:
             layer = caller()
             for member in (*layer.held, layer):
                 found.setdefault(id(member), member)
         return list(found.values())
 
-    def before_forward(self, layer: Zero3Layer) -> None:
-        """Fetch `layer` and launch the fetch of what follows. The first layer's call starts a new forward: nothing stale stays fetched."""
+    def begin_forward(self) -> None:
+        """A new forward: nothing stale stays fetched."""
         if self._in_backward and not _autograd_runs():
             self.reset()
-        if not self._in_backward and self._position[id(layer)] == 0:
-            for other in self.layers():
-                other.release()
+        if not self._in_backward:
+            self._called = []
+            for layer in self.layers():
+                layer.release()
+            self._fetch_pinned()
+
+    def end_forward(self) -> None:
+        """The forward is over: learn the order in which it called the layers; those that it did not call come last.
+
+        Every rank learns the same, or the next collective fails with the places of all. A change is told.
+        """
+        if self._in_backward:
+            return
+        order = list(dict.fromkeys([*self._called, *(caller() for caller in self._callers)]))
+        if order != [caller() for caller in self._callers]:
+            if self._learnt:
+                names = ", ".join(layer.label for layer in self._called)
+                warnings.warn(f"the forward calls its layers in another order than before; prefetching follows it: {names}", stacklevel=2)
+            self._set_order(order)
+        self._learnt = True
+        if not torch.is_grad_enabled():
+            for layer in self._pinned:
+                layer().release()
+
+    def before_forward(self, layer: Zero3Layer) -> None:
+        """Fetch `layer` and launch the fetch of what follows."""
+        if not self.rooted and self._position[id(layer)] == 0:
+            self.begin_forward()
+        if self._in_backward and not _autograd_runs():
+            self.reset()
+        self._called.append(layer)
         self._fetch(layer, +1)
 
     def after_forward(self, layer: Zero3Layer, recorded: bool) -> None:
@@ -78,13 +126,15 @@ class FetchOrder:
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+            self._fetch_pinned()
         self._fetch(layer, -1)
 
     def backward_done(self, layer: Zero3Layer) -> None:
         """`layer` has its gradients: free its parameters and reduce all layers whose turn it is."""
         layer.cleanup_params()
         self._ready.add(id(layer))
-        self._reduce_ready()
+        if not self.hold_gradients:
+            self._reduce_ready()
 
     def forward_failed(self) -> None:
         """A layer's module raised. A recomputation inside backward may do so by design, so there nothing is dropped."""
@@ -97,11 +147,19 @@ class FetchOrder:
             layer.drop()
         self._begin()
 
+    def _set_order(self, layers: list[Zero3Layer]) -> None:
+        self._callers = [weakref.ref(layer) for layer in layers]
+        self._position = {id(layer): index for index, layer in enumerate(layers)}
+
     def _begin(self) -> None:
         self._in_backward = False
         self._ready: set[int] = set()
         self._reduced = 0
         self._in_flight: Zero3Layer | None = None
+
+    def _fetch_pinned(self) -> None:
+        for layer in self._pinned:
+            layer().fetch_params()
 
     def _fetch(self, layer: Zero3Layer, direction: int) -> None:
         for member in (*layer.held, layer):
@@ -131,6 +189,7 @@ class FetchOrder:
             layer.release()
             if id(layer) not in self._ready:
                 self.backward_done(layer)
+            layer.backward_over()
         if self._in_flight is not None:
             self._in_flight.finish_reduce()
         self._begin()

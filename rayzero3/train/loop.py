@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from rayzero3.config import Job
-from rayzero3.engine import Zero3Adam, Zero3Layer, Zero3Sequential
+from rayzero3.engine import LossScaler, Zero3Adam, Zero3Layer, Zero3Sequential
 from rayzero3.models.gpt_neox import gpt_neox, initialize
 from rayzero3.train.schedule import learning_rate
 from rayzero3.train.step import inputs_and_labels, train_step
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class StepResult:
         loss: () nats per valid token, over all ranks.
         grad_norm: () global norm before clipping.
         stop: () ranks that were asked to stop; the same on all of them.
+        first_overflow: () the first trainable layer whose gradient was not finite, -1 if none; then the step made no update.
         learning_rate: The step's.
         samples: Consumed since the run's start, this step included.
         own_ids: This rank's samples of this step.
@@ -38,6 +39,7 @@ class StepResult:
     loss: Tensor
     grad_norm: Tensor
     stop: Tensor
+    first_overflow: Tensor
     learning_rate: float
     samples: int
     own_ids: list[int]
@@ -49,12 +51,16 @@ def build(job: Job, vocab_size: int, rank: int, world_size: int, device: torch.d
     with torch.device("meta"):
         modules = gpt_neox(job.model, vocab_size)
     dtype = DTYPES[job.train.compute_dtype]
-    layers = [
-        Zero3Layer(module, rank, world_size, device, dtype, name=str(index), initialize=initialize, seed=job.seed) for index, module in enumerate(modules)
-    ]
+    train, layers = job.train, []
+    for index, module in enumerate(modules):
+        block = 0 < index < len(modules) - 1
+        again = block and train.recompute_every > 0 and index % train.recompute_every == 0
+        layers.append(
+            Zero3Layer(module, rank, world_size, device, dtype, name=str(index), initialize=initialize, seed=job.seed, recompute=again)
+        )
     model = Zero3Sequential(layers, average=False)
-    train = job.train
-    optimizer = Zero3Adam(model.get_trainable_chunk(), train.learning_rate, train.adam_betas, train.adam_eps, train.weight_decay)
+    scaler = LossScaler(device) if dtype is torch.float16 else None
+    optimizer = Zero3Adam(model.get_trainable_chunk(), train.learning_rate, train.adam_betas, train.adam_eps, train.weight_decay, scaler)
     return model, optimizer
 
 
@@ -82,6 +88,6 @@ def steps(
         ids, tokens = next(batches)
         inputs, labels = inputs_and_labels(ids, tokens, device)
         rate = learning_rate(step, train)
-        loss, norm, stop = train_step(model, optimizer, inputs, labels, train.micro_batch, rate, train.clip_norm, asked_to_stop())
+        loss, norm, stop = train_step(model, optimizer, inputs, labels, train, rate, asked_to_stop())
         samples += train.global_batch
-        yield StepResult(step, loss, norm, stop, rate, samples, ids[ids >= 0].tolist(), time.perf_counter() - start)
+        yield StepResult(step, loss, norm, stop, optimizer.first_overflow, rate, samples, ids[ids >= 0].tolist(), time.perf_counter() - start)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from rayzero3.engine import LossScaler
 from rayzero3.errors import TrainingError
 from rayzero3.train.loop import StepResult
 from rayzero3.train.run import Run, append_line
@@ -24,9 +25,22 @@ class Metrics:
         tokens_per_sample: Valid tokens of one sample.
         global_batch: Samples of a step, over all ranks.
         gauges: Publishes to the cluster's metrics endpoint.
+        scaler: The loss scaler, if there is one; it may skip steps.
+        layers: Names of the trainable layers.
     """
 
-    def __init__(self, run: Run, rank: int, attempt: int, tokens_per_sample: int, global_batch: int, gauges: Gauges) -> None:
+    def __init__(
+        self,
+        run: Run,
+        rank: int,
+        attempt: int,
+        tokens_per_sample: int,
+        global_batch: int,
+        gauges: Gauges,
+        scaler: LossScaler | None = None,
+        layers: Sequence[str] = (),
+    ) -> None:
+        self._scaler, self._layers = scaler, layers
         self._run, self._rank, self._attempt, self._gauges = run, rank, attempt, gauges
         self._tokens_per_sample, self._tokens_per_step = tokens_per_sample, tokens_per_sample * global_batch
         self._waiting: StepResult | None = None
@@ -43,14 +57,19 @@ class Metrics:
 
         Raises:
             TrainingError: the step's loss or gradient norm is not finite; its update was skipped, the weights are those of the step before.
+            StateError: the loss scaler has skipped too many steps in a row.
         """
         if self._waiting is None:
             return False
         result, self._waiting = self._waiting, None
         loss, norm = float(result.loss), float(result.grad_norm)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        overflow = int(result.first_overflow)
+        where = self._layers[overflow] if 0 <= overflow < len(self._layers) else None
+        if self._scaler is not None and overflow >= 0:
+            self._scaler.check(where)
+        elif not (math.isfinite(loss) and math.isfinite(norm)):
             raise TrainingError(
-                f"step {result.step}",
+                f"step {result.step}" + (f", layer {where} first," if where else ""),
                 f"loss {loss}, gradient norm {norm}",
                 "both must be finite; this step's update was skipped",
                 "Lower train.learning_rate or set train.clip_norm, then submit again: the run goes on from its last checkpoint.",
@@ -64,7 +83,8 @@ class Metrics:
                 {
                     "step": result.step,
                     "loss": loss,
-                    "grad_norm": norm,
+                    "grad_norm": norm if math.isfinite(norm) else None,
+                    **({} if self._scaler is None else {"loss_scale": float(self._scaler.scale), "skipped": overflow >= 0}),
                     "learning_rate": result.learning_rate,
                     "samples": result.samples,
                     "tokens": result.samples * self._tokens_per_sample,

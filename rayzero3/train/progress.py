@@ -61,9 +61,10 @@ class Progress:
 
     def _step_line(self, last: dict[str, Any]) -> str:
         steps = self._job.train.steps
+        norm = "overflow" if last["grad_norm"] is None else f"{last['grad_norm']:.3f}"
         left_s = (steps - last["step"]) * statistics.median(self._seconds)
         return (
-            f"step {last['step']:>{len(str(steps))}}/{steps}  loss {last['loss']:.4f}  gradient norm {last['grad_norm']:.3f}  "
+            f"step {last['step']:>{len(str(steps))}}/{steps}  loss {last['loss']:.4f}  gradient norm {norm}  "
             f"{last['tokens_per_s']:,.0f} tokens/s  {duration(left_s)} left"
         )
 

@@ -6,12 +6,14 @@ Letters: R = rows (samples, rows of padding included) of one rank's part of a st
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from rayzero3.config import TrainSection
 from rayzero3.engine import Zero3Adam, Zero3Sequential
 
 MASKED = -100
@@ -37,9 +39,8 @@ def train_step(
     optimizer: Zero3Adam,
     inputs: Tensor,
     labels: Tensor,
-    micro_batch: int,
+    train: TrainSection,
     learning_rate: float,
-    clip_norm: float | None,
     stop: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Forward, backward and update on one global batch, of which this rank has (R, S).
@@ -53,11 +54,14 @@ def train_step(
     valid = model.comm.sum_rows((labels != MASKED).sum().view(1), "valid tokens")
     optimizer.zero_grad()
     total = torch.tensor([0.0, float(stop)], dtype=torch.float64, device=labels.device)
-    for part, targets in zip(inputs.split(micro_batch), labels.split(micro_batch), strict=True):
-        loss = loss_sum(model, part, targets) / valid[0]
-        loss.backward()
+    parts = list(zip(inputs.split(train.micro_batch), labels.split(train.micro_batch), strict=True))
+    for index, (part, targets) in enumerate(parts):
+        more = index < len(parts) - 1
+        with model.hold_gradients() if more and train.reduce_every == "step" else nullcontext():
+            loss = loss_sum(model, part, targets) / valid[0]
+            (loss if optimizer.scaler is None else loss * optimizer.scaler.scale).backward()
         total[0] += loss.detach()
-    norm = optimizer.clip(clip_norm)
+    norm = optimizer.clip(train.clip_norm)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()

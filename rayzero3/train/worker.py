@@ -55,7 +55,9 @@ class Worker:
         self.write_whereabouts()
         position = self._resume(model, optimizer)
         self.step = position.step
-        metrics = Metrics(run, self.rank, self.attempt, job.data.sequence_length, job.train.global_batch, self._gauges())
+        names = [layer.label for layer in model.all_layers() if layer.trainable is not None]
+        length, batch = job.data.sequence_length, job.train.global_batch
+        metrics = Metrics(run, self.rank, self.attempt, length, batch, self._gauges(), optimizer.scaler, names)
         batches = self._batches(position)
         for result in steps(job, model, optimizer, batches, position.step, position.samples, self.device, run.stop.exists):
             self.step = result.step

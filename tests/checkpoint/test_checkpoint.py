@@ -19,7 +19,7 @@ from tests.jobs import VOCABULARY, random_batches, small_job
 from tests.ranks import RankFailed, run_ranks
 
 CPU = torch.device("cpu")
-VARIANTS = {"plain": {}, "tied": {"model": {"tie_embeddings": True}}, "bf16": {"train": {"compute_dtype": "bf16"}}}
+VARIANTS = {"plain": {}, "tied": {"model": {"tie_embeddings": True}}, "bf16": {"train": {"compute_dtype": "bf16"}}, "fp16": {"train": {"compute_dtype": "fp16"}}}
 
 
 def moments(model, optimizer):
@@ -30,7 +30,7 @@ def moments(model, optimizer):
             continue
         for kind in ("exp_avg", "exp_avg_sq"):
             rows = model.comm.gather_rows(optimizer.state[flat.chunk][kind], "test").view(-1)
-            found.update({f"{kind}/{layer.name}.{slot.name}": rows[slot.offset : slot.end].clone() for slot in flat.layout.slots})
+            found.update({f"{kind}/{layer.full_name(slot.name)}": rows[slot.offset : slot.end].clone() for slot in flat.layout.slots})
     return found
 
 

@@ -148,6 +148,18 @@ def test_the_packing_index_is_kept_and_a_stale_or_damaged_one_is_built_anew(fold
         assert np.array_equal(again.first_document, built.first_document) and np.array_equal(again.first_offset, built.first_offset)
 
 
+def test_a_read_only_folder_is_packed_without_keeping_the_index(folder, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise OSError(30, "Read-only file system")
+
+    manifest = Manifest.load(folder)
+    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(type(folder), "unlink", refuse)
+    assert len(packing_index(folder, manifest, "train", 19)) == (manifest.tokens("train") - 1) // 19
+    assert not list(folder.glob("packing-train-19*"))
+
+
 def test_the_reader_returns_the_documents_stream(folder):
     manifest = Manifest.load(folder)
     stream = np.concatenate(

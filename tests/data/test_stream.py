@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import re
+import shutil
+import threading
+import time
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import ray
 
 from rayzero3.data import stream
+from rayzero3.data.manifest import MANIFEST, Manifest
 from rayzero3.data.order import rank_part, sample_ids
 from rayzero3.data.reader import WindowReader
 from rayzero3.data.stream import training_batches, validation_batches
+from rayzero3.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 LENGTH = 64
@@ -44,14 +56,84 @@ def test_the_stream_crosses_an_epochs_end_without_losing_or_repeating(shards):
     assert len(set(ids[:10])) == 10 and not set(ids[:10]) & set(sample_ids(1, 0, first, samples))
 
 
-def test_a_stream_that_is_left_early_frees_its_tasks(shards):
-    import ray
+def executors():
+    """Names of the threads that run datasets in this process."""
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("StreamingExecutor")}
 
-    left = training_batches(shards, LENGTH, 9, 0, 5000, 7, 4, 0, 1, 1.0)
+
+def stored_mib():
+    """MiB in the cluster's object stores."""
+    from ray._private.internal_api import memory_summary
+
+    gc.collect()
+    text = memory_summary(address=ray.get_runtime_context().gcs_address, stats_only=True)
+    return int(re.search(r"Plasma memory usage (\d+) MiB", text)[1])
+
+
+def settled(measure):
+    """The value that stays the same for a second."""
+    before, now = None, measure()
+    while now != before:
+        time.sleep(1)
+        before, now = now, measure()
+    return now
+
+
+def test_a_stream_that_is_left_early_stops_its_executor(shards, monkeypatch):
+    """120 MiB within a bound of 16: an executor that nobody stops waits for its reader for ever."""
+    monkeypatch.setattr(stream, "_AHEAD_BYTES", 2**24)
+    others = executors()
+    left = training_batches(shards, 1023, 9, 0, 60, 512, 512, 0, 1, 1.0)
     next(left)
+    assert executors() - others, "nothing runs, so nothing could be stopped"
     left.close()
-    ids, _ = next(training_batches(shards, LENGTH, 9, 0, 5, 7, 4, 0, 1, ray.cluster_resources()["CPU"]))
-    assert len(ids) == 8
+    for _ in range(60):
+        if not (running := executors() - others):
+            break
+        time.sleep(0.5)
+    assert not running
+
+
+def test_a_stream_reads_ahead_within_its_bound(shards, monkeypatch):
+    """Steps of 2 MiB, 120 MiB in all: unbounded, they would all wait in the object store."""
+    monkeypatch.setattr(stream, "_AHEAD_BYTES", 2**24)
+    before = settled(stored_mib)
+    batches = training_batches(shards, 1023, 9, 0, 60, 512, 512, 0, 1, 1.0)
+    next(batches)
+    assert settled(stored_mib) - before < 40
+    assert sum(1 for _ in batches) == 59
+
+
+def replace_shards(folder):
+    """Other documents of the same lengths, as if tokenized from other inputs."""
+    for shard in Manifest.load(folder).splits["train"]:
+        table = pq.read_table(folder / shard.file)
+        reverse = pa.array([row.as_py()[::-1] for row in table.column("tokens")], table.schema.field("tokens").type)
+        (folder / shard.file).unlink()
+        table = table.set_column(0, table.schema.field("tokens"), reverse)
+        pq.write_table(table, folder / shard.file, row_group_size=shard.row_groups[0].documents)
+    raw = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(raw | {"fingerprint": "another"}))
+
+
+def test_shards_written_anew_in_the_same_folder_are_read_anew(shards, tmp_path):
+    folder = shutil.copytree(shards, tmp_path / "shards")
+    (_, old), *_ = training_batches(folder, LENGTH, 9, 0, 3, 7, 7, 0, 1, 1.0)
+    replace_shards(folder)
+    (ids, new), *_ = training_batches(folder, LENGTH, 9, 0, 3, 7, 7, 0, 1, 1.0)
+    assert np.array_equal(new, WindowReader(folder, "train", LENGTH).read(ids)) and not np.array_equal(new, old)
+    with pytest.raises(DataError, match="shards were replaced"):
+        stream._reader(str(folder), "train", LENGTH, "the one before")
+
+
+def test_a_damaged_shard_ends_the_stream_with_the_readers_own_error(shards, tmp_path):
+    folder = shutil.copytree(shards, tmp_path / "shards")
+    file = folder / Manifest.load(folder).splits["train"][0].file
+    content = bytearray(file.read_bytes())
+    content[200] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DataError, match="row group 0 of .* is damaged.*rayzero3 tokenize"):
+        list(training_batches(folder, LENGTH, 9, 0, 30, 7, 4, 0, 1, 1.0))
 
 
 def test_validation_is_the_same_samples_at_any_size_and_equally_many_batches(shards):

@@ -6,11 +6,12 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
+import ray.data
 from tokenizers import Tokenizer
 
 from rayzero3.data import documents
 from rayzero3.data.manifest import MANIFEST, TOKENIZER, Manifest, check_shards
-from rayzero3.data.tokenize import tokenize
+from rayzero3.data.tokenize import _hash_file, _write_shard, tokenize
 from rayzero3.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -62,8 +63,10 @@ def test_text_files_come_back_whole_and_a_second_run_keeps_them(tmp_path, small_
     assert "changed" in sum(decoded(tmp_path / "out").values(), [])
 
 
-def test_the_same_inputs_give_the_same_bytes_wherever_they_lie(tmp_path, small_shards):
-    for place in ("a", "b"):
+def test_the_same_inputs_give_the_same_bytes_wherever_they_lie_and_on_any_number_of_cpus(tmp_path, small_shards, monkeypatch):
+    options = ray.data.DataContext.get_current().execution_options
+    for place, cpus in (("a", 1), ("b", 4)):
+        monkeypatch.setattr(options, "resource_limits", ray.data.ExecutionResources(cpu=cpus))
         folder = tmp_path / place
         folder.mkdir()
         for number in range(60) if place == "a" else reversed(range(60)):
@@ -83,6 +86,21 @@ def test_jsonl_is_cut_into_ranges_without_losing_a_line(tmp_path, small_shards):
     manifest = tokenize([tmp_path / "in.jsonl"], tmp_path / "out", tokenizer=tokenizer, text_key="body", validation_fraction=0)
     assert len(manifest.splits["train"]) > 2 and not manifest.splits["validation"]
     assert decoded(tmp_path / "out")["train"] == TEXTS
+
+
+def test_a_file_that_may_not_be_read_is_skipped_and_named(shards, tmp_path, monkeypatch):
+    """Without Ray: whoever runs the tests may be allowed to read everything."""
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / TOKENIZER).write_bytes((shards / TOKENIZER).read_bytes())
+    unit = {"path": str(tmp_path / "a.txt"), "name": "a.txt", "start": 0, "stop": 5}
+    monkeypatch.setattr(documents.Path, "read_bytes", refuse)
+    written = _write_shard({"index": 0, "units": [unit]}, str(tmp_path), 0, "uint16", 0.0, "text")
+    assert written == {"skipped": ["a.txt"], "train": [], "validation": []}
+    monkeypatch.setattr("builtins.open", refuse)
+    assert _hash_file(unit) == "not readable"
 
 
 def test_copies_of_a_document_are_never_split(tmp_path):

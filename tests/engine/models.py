@@ -68,7 +68,7 @@ def full_values(model: Zero3Sequential) -> dict[str, Tensor]:
     found = {}
     for layer in model.all_layers():
         for flat in layer.flats:
-            found.update({f"{layer.name}.{name}": value for name, value in flat.gather_values("test").items()})
+            found.update({layer.full_name(name): value for name, value in flat.gather_values("test").items()})
     return found
 
 
@@ -80,7 +80,7 @@ def full_grads(model: Zero3Sequential) -> dict[str, Tensor]:
             rows = model.comm.gather_rows(flat.chunk.grad, "test").view(-1)
             for start, stop in flat.layout.gaps():
                 assert not rows[start:stop].any(), "padding must stay zero"
-            found.update({f"{layer.name}.{slot.name}": rows[slot.offset : slot.end].view(slot.shape) for slot in flat.layout.slots})
+            found.update({layer.full_name(slot.name): rows[slot.offset : slot.end].view(slot.shape) for slot in flat.layout.slots})
     return found
 
 

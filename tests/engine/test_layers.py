@@ -110,7 +110,7 @@ def test_a_parameter_unused_on_one_rank_only_is_no_hang():
 
 def tied(rank, world_size):
     model = compare(rank, world_size, language_model(vocabulary=13, tied=True))
-    names = [f"{layer.name}.{slot.name}" for layer in model.all_layers() for flat in layer.flats for slot in flat.layout.slots]
+    names = [layer.full_name(slot.name) for layer in model.all_layers() for flat in layer.flats for slot in flat.layout.slots]
     assert names.count("0.weight") == 1 and "4.weight" not in names
     assert len(model.get_trainable_chunk()) == len({id(chunk) for chunk in model.get_trainable_chunk()}) == 4
 

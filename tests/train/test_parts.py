@@ -39,6 +39,21 @@ def test_two_hundred_steps_have_the_same_losses_at_one_two_and_three_ranks(tmp_p
             assert sorted(sum((rank[step][4] for rank in other), [])) == sorted(one[0][step][4]) == list(range(7))
 
 
+@pytest.mark.parametrize("changes", [{"reduce_every": "step"}, {"recompute_every": 1}, {"recompute_every": 2, "reduce_every": "step"}])
+def test_when_to_reduce_and_recompute_changes_nothing_but_rounding(tmp_path, changes):
+    reference = run_ranks(loop, 2, small_job(tmp_path))[0]
+    other = run_ranks(loop, 2, small_job(tmp_path, train=changes))[0]
+    assert [line[1] for line in other] == pytest.approx([line[1] for line in reference], rel=1e-5)
+    assert [line[2] for line in other] == pytest.approx([line[2] for line in reference], rel=1e-4)
+
+
+def test_fp16_with_its_loss_scale_follows_fp32(tmp_path):
+    reference = run_ranks(loop, 2, small_job(tmp_path))[0]
+    half = run_ranks(loop, 2, small_job(tmp_path, train={"compute_dtype": "fp16"}))[0]
+    assert [line[1] for line in half] == pytest.approx([line[1] for line in reference], rel=2e-2)
+    assert half[-1][1] < half[0][1]
+
+
 @pytest.mark.parametrize("micro_batch", [1, 3, 7])
 def test_the_micro_batch_changes_nothing_but_rounding(tmp_path, micro_batch):
     reference = run_ranks(loop, 2, small_job(tmp_path, train={"micro_batch": 2}))[0]
@@ -101,11 +116,11 @@ def test_a_tail_sees_each_line_once_and_a_replaced_file_from_its_start(tmp_path)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path):
-    metrics = Metrics(Run(tmp_path), 0, 1, 8, 4, lambda *_: None)
-    metrics.log(StepResult(4, torch.tensor(1.0), torch.tensor(1.0), torch.tensor(0.0), 0.1, 16, [1], 0.5))
-    metrics.log(StepResult(5, torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(0.0), 0.1, 20, [2], 0.5))
+    metrics = Metrics(Run(tmp_path), 0, 1, 8, 4, lambda *_: None, layers=["embedding", "block"])
+    metrics.log(StepResult(4, torch.tensor(1.0), torch.tensor(1.0), torch.tensor(0.0), torch.tensor(-1), 0.1, 16, [1], 0.5))
+    metrics.log(StepResult(5, torch.tensor(1.0), torch.tensor(float("nan")), torch.tensor(0.0), torch.tensor(1), 0.1, 20, [2], 0.5))
     assert [line["step"] for line in read_lines(Run(tmp_path).metrics)] == [4]
-    with pytest.raises(TrainingError, match="step 5 is loss 1.0, gradient norm nan"):
+    with pytest.raises(TrainingError, match="step 5, layer block first, is loss 1.0, gradient norm nan"):
         metrics.flush()
 
 
