@@ -16,8 +16,8 @@ from rayzero3.data.manifest import Manifest
 from rayzero3.data.pack import packing_index
 from rayzero3.errors import DataError
 
-_KEPT_ROW_GROUPS = 64
-"""Decoded row groups that are kept: about 2^18 tokens each, so some 32 to 64 MiB."""
+_KEPT_ROW_GROUPS = 512
+"""Decoded row groups that are kept: about 2^15 tokens each, so some 32 to 64 MiB."""
 
 
 class WindowReader:

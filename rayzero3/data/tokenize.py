@@ -29,7 +29,7 @@ from rayzero3.errors import DataError
 END_OF_DOCUMENT = "<|endoftext|>"
 _KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 _OURS = re.compile(r"(train|validation)-\d{5}\.parquet(\.part)?|packing-(train|validation)-\d+(\.\d+)?\.(npz|part)")
-_ROW_GROUP_TOKENS = 2**18
+_ROW_GROUP_TOKENS = 2**15
 _TRAINING_BYTES = 2**26
 """Text that a tokenizer is trained on, at most."""
 
