@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from rayzero3.engine.layer import Zero3Layer
+from rayzero3.engine.malloc import keep_freed_memory
 from rayzero3.engine.order import FetchOrder
 
 
@@ -29,6 +30,8 @@ class Zero3Model(nn.Module):
     def __init__(self, layers: list[Zero3Layer], prefetch: int, average: bool, rooted: bool, pinned: Sequence[Zero3Layer] = ()) -> None:
         super().__init__()
         self.comm = layers[0].comm
+        if layers[0].device.type == "cpu":
+            keep_freed_memory()
         for index, layer in enumerate(layers):
             for member in (*layer.held, layer):
                 member.name = str(index) if member.name is None else member.name
