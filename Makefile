@@ -3,7 +3,7 @@ BIN := .venv/bin
 CORPUS := data/stdlib
 export RAY_USAGE_STATS_ENABLED = 0
 
-.PHONY: demo test clean
+.PHONY: demo test bench-engine clean
 
 demo: .venv/ready
 	$(BIN)/rayzero3 tokenize "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" --pattern "*.py" --exclude "site-packages/*" --exclude "test/*" --vocab-size 1024 --out $(CORPUS)
@@ -11,6 +11,9 @@ demo: .venv/ready
 
 test: .venv/ready
 	$(BIN)/python -m pytest
+
+bench-engine: .venv/ready
+	$(BIN)/python -m bench.engine
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -28,6 +28,11 @@ def test_a_goal_that_never_held_or_was_not_measured_is_not_broken():
     assert goals.broken({}, {STEP: 0.6}) == []
 
 
+def test_on_a_disturbed_machine_bytes_are_judged_and_times_are_not():
+    sent = "fp32 bytes sent / formula, N=2"
+    assert goals.broken({STEP: 9.0, sent: 9.0}, {STEP: 0.6, sent: 1.0}, disturbed=True) == [sent]
+
+
 def test_an_update_adds_what_holds_drops_what_does_not_and_keeps_what_was_not_measured():
     peak, sent = "wide peak / fsdp2, N=2", "fp32 bytes sent / formula, N=2"
     held = goals.updated({STEP: 0.5, sent: 1.2}, {sent: 1.0, peak: 0.98, "a goal of old": 1.0})

@@ -1,0 +1,1 @@
+"""Benchmarks. `python -m bench.engine` puts our engine beside its peers on this machine."""

@@ -1,0 +1,112 @@
+"""One rank of one engine: reads commands on stdin, answers on what was its stdout, both as JSON lines.
+
+`python -m bench.worker ENGINE WORKLOAD RANK WORLD_SIZE STORE`. Commands: {"do": "steps", "count": k} and {"do": "memory", "count": k}.
+It ends when stdin ends, and dies with the process that started it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from bench.peers import ENGINES, Peer
+from bench.workloads import WORKLOADS, Workload
+
+TIMEOUT_S = 100
+_PR_SET_PDEATHSIG = 1
+
+
+class Worker:
+    """A rank with its model.
+
+    Args:
+        engine, workload: Names in ENGINES and WORKLOADS.
+        store: A file that the ranks of this group alone share.
+    """
+
+    def __init__(self, engine: str, workload: str, rank: int, world_size: int, store: str) -> None:
+        self.rank, self.done = rank, 0
+        self.workload: Workload = WORKLOADS[workload]
+        if engine != "limit":
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=TIMEOUT_S)
+            )
+        ENGINES["limit"](WORKLOADS["tiny"]).step(WORKLOADS["tiny"].batch(0, rank))  # loads the code that any step loads
+        gc.collect()
+        self.start_bytes = _status_bytes("VmRSS")
+        self.peer: Peer = ENGINES[engine](self.workload)
+
+    def steps(self, count: int) -> dict[str, float | list[float]]:
+        """Run `count` steps. Wall and CPU seconds of this process, minor page faults, and the losses."""
+        losses, faults = [], resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        cpu, wall = time.process_time(), time.perf_counter()
+        for _ in range(count):
+            losses.append(self.peer.step(self.workload.batch(self.done, self.rank)))
+            self.done += 1
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        return {"wall_s": wall, "cpu_s": cpu, "faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults, "losses": losses}
+
+    def memory(self, count: int) -> dict[str, int]:
+        """Bytes over the start: what lies there between steps, and the peak of `count` steps after a first one."""
+        self.steps(1)
+        gc.collect()
+        persistent = _storage_bytes()
+        with open("/proc/self/clear_refs", "w") as reset:
+            reset.write("5")
+        self.steps(count)
+        return {"persistent_bytes": persistent, "peak_bytes": _status_bytes("VmHWM") - self.start_bytes}
+
+
+def _status_bytes(field: str) -> int:
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def _storage_bytes() -> int:
+    """Census: bytes of all storages that tensors in this process use, each counted once."""
+    sizes = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and type(thing).__name__ != "DTensor" and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(size for pointer, size in sizes.items() if pointer)
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    try:
+        engine, workload, rank, world_size, store = sys.argv[1:]
+        worker = Worker(engine, workload, int(rank), int(world_size), store)
+        print(json.dumps({"ready": True}), file=answers, flush=True)
+        for line in sys.stdin:
+            command = json.loads(line)
+            act = {"steps": worker.steps, "memory": worker.memory}[command["do"]]
+            print(json.dumps(act(command["count"])), file=answers, flush=True)
+    except Exception as error:  # whatever a peer raises belongs into its row
+        text = str(error).strip().splitlines() or [""]
+        print(json.dumps({"error": f"{type(error).__name__}: {text[0]}"}), file=answers, flush=True)
+        traceback.print_exc()
+    finally:
+        answers.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
