@@ -1,0 +1,75 @@
+"""Memory and traffic are the formula's: bytes between steps, layers alive at once, bytes sent per collective."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from rayzero3.engine import Zero3Adam
+from rayzero3.engine.layout import CHUNK_ALIGNMENT, SLOT_ALIGNMENT
+from tests.engine.models import language_model, mean_loss, shard, tokens
+from tests.ranks import run_ranks
+
+
+def never_two_stages(rank, world_size):
+    model = shard(language_model(blocks=6), rank, world_size)
+    layer = model.layers[3]
+    sizes, alive = {l.label: sum(f.layout.padded_numel * 4 for f in l.flats) for l in model.layers}, []
+    for member in model.layers:
+        def look(*_, **__):
+            alive.append(sum(flat.full_bytes for other in model.layers for flat in other.flats))
+        member.module.register_forward_hook(look)
+        member.module.register_full_backward_pre_hook(look)
+        member.module.register_full_backward_hook(look)
+    batch = tokens(0, 2)
+    for _ in range(2):
+        mean_loss(model, batch).backward()
+    assert max(alive) <= 2 * max(sizes.values()) + sizes["7"]
+    layer.fetch_params()
+    layer._order.reset()
+    with torch.no_grad():
+        model(batch[:, :-1])
+    assert sum(flat.full_bytes for other in model.layers for flat in other.flats) == 0
+
+
+def test_no_more_than_two_layers_and_the_last_are_whole():
+    run_ranks(never_two_stages, 2)
+
+
+def persistent_bytes(rank, world_size):
+    model = shard(language_model(), rank, world_size)
+    optimizer = Zero3Adam(model.get_trainable_chunk())
+    mean_loss(model, tokens(0, 2)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    held = {}
+    for found in gc.get_objects():
+        if isinstance(found, torch.Tensor) and found.numel() > 1:
+            held[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
+    parameters = sum(slot.numel for layer in model.layers for slot in layer.trainable.layout.slots)
+    return sum(held.values()), parameters, sum(len(layer.trainable.layout.slots) for layer in model.layers), len(model.layers)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_between_steps_a_rank_holds_12_bytes_per_parameter_over_n(world_size):
+    for held, parameters, slots, layers in run_ranks(persistent_bytes, world_size):
+        padding = 12 * (slots * SLOT_ALIGNMENT / world_size + layers * CHUNK_ALIGNMENT)
+        assert 12 * parameters / world_size <= held <= 12 * parameters / world_size + padding
+
+
+def sent_bytes(rank, world_size):
+    model = shard(language_model(), rank, world_size)
+    optimizer = Zero3Adam(model.get_trainable_chunk())
+    model.comm.bytes_sent.clear()
+    mean_loss(model, tokens(0, 2)).backward()
+    optimizer.step()
+    each = {layer.label: layer.trainable.layout.chunk_numel * 4 * (world_size - 1) for layer in model.layers}
+    assert model.comm.bytes_sent["fetch"] == 2 * sum(each.values()) - each["4"], "the last layer is fetched once"
+    assert model.comm.bytes_sent["reduce"] == sum(each.values())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_bytes_sent_are_the_formula(world_size):
+    run_ranks(sent_bytes, world_size)
