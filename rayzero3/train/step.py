@@ -23,9 +23,8 @@ MASKED = -100
 def inputs_and_labels(ids: np.ndarray, tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """What the model reads and what it should say, each (R, S) int64; the labels of rows of padding (id -1) are masked."""
     rows = torch.from_numpy(tokens.astype(np.int64)).to(device)
-    labels = rows[:, 1:].clone()
-    labels[torch.from_numpy(ids < 0).to(device)] = MASKED
-    return rows[:, :-1], labels
+    padding = torch.from_numpy(ids < 0).to(device)
+    return rows[:, :-1], rows[:, 1:].masked_fill(padding[:, None], MASKED)  # an assignment by mask would have the host wait for a GPU
 
 
 def loss_sum(model: Zero3Sequential, inputs: Tensor, labels: Tensor) -> Tensor:
