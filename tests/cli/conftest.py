@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -62,10 +63,14 @@ class Cli:
         return done.stdout
 
     def start(self, *arguments: object) -> subprocess.Popen[str]:
-        """Start a command in a process group of its own; its output on a pipe."""
+        """Start a command as a terminal would: in a process group of its own, heeding Ctrl-C; its output on a pipe.
+
+        A shell without job control starts what it puts into the background with SIGINT ignored, and children inherit that.
+        """
         command = [sys.executable, "-u", "-m", "rayzero3.cli.main", *map(str, arguments)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(command, env=self.environment, text=True, start_new_session=True, **pipes)
+        heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        return subprocess.Popen(command, env=self.environment, text=True, start_new_session=True, preexec_fn=heed, **pipes)
 
     def submit_stand_in(self, job_file: Path, body: str) -> str:
         """Send a job whose driver is not the trainer but these lines of Python; its submission id."""
