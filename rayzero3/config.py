@@ -84,7 +84,7 @@ class TrainSection(Section):
     learning_rate: float = Field(6e-4, gt=0, description="peak of the schedule")
     final_learning_rate: float | None = Field(None, ge=0, description="end of the cosine; derived: a tenth of the peak")
     warmup_steps: CountOrZero | None = Field(None, description="linear warm-up; derived: a twentieth of the steps")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled, as in AdamW")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled, as in AdamW; spares norms and biases")
     adam_betas: tuple[float, float] = Field((0.9, 0.95), description="decay of Adam's two moments")
     adam_eps: float = Field(1e-8, gt=0, description="Adam's epsilon")
     clip_norm: float | None = Field(None, gt=0, description="bound of the global gradient norm; none unless given")

@@ -70,5 +70,3 @@ def _check_names(folder: Path, manifest: Manifest, model: Zero3Sequential) -> No
     if wrong:
         shown = "; ".join(f"{name}: {theirs.get(name, 'absent')} in the checkpoint, {mine.get(name, 'absent')} in the model" for name in wrong[:5])
         raise CheckpointError(f"{folder} does not fit the model", None, shown, "Resume with the model that wrote it.")
-
-

@@ -1,4 +1,4 @@
-"""The order of the samples: a pure function of (seed, position). Knows neither files nor ranks' clocks nor Ray.
+"""The order of the samples: a pure function of (seed, position). Knows neither files nor Ray.
 
 Position k counts the samples consumed since the run's start, over all epochs. Letters: G = samples of a step, N = world size, m = rows of
 a micro-batch, A = micro-batches of a rank in a step.

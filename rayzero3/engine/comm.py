@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rayzero3.errors import CollectiveError
 
-_LEDGER_LENGTH = 64
+_LEDGER_LENGTH = 4
 _LEDGER_WAIT_S = 3.0
 
 
@@ -67,7 +67,7 @@ class Comm:
     Attributes:
         rank, world_size: Of this process in the group.
         bytes_sent: Bytes that this rank sent, by kind of collective.
-        ledger: The last collectives, as `place kind name`.
+        ledger: The last few collectives, as `place kind name`, for errors.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -188,6 +188,7 @@ class Comm:
             pass
         seen = ", ".join(f"rank {rank} at collective {place}" for rank, place in sorted(places.items()))
         silent = [str(peer) for peer in self.peers if peer not in places]
+        seen += f"; the last on rank {self.rank}: {', '.join(self.ledger)}"
         seen += f"; nothing heard of rank {', '.join(silent)}" if silent else ""
         return CollectiveError(
             f"collective {entry} failed on rank {self.rank}",

@@ -80,8 +80,7 @@ class Zero3Layer(nn.Module):
             raise StateError(
                 "(rank, world_size)", (rank, world_size), f"this process is {(comm.rank, comm.world_size)} in its process group", "Pass those."
             )
-        self.module, self.name, self.device, self.dtype = module, name, torch.device(device), dtype
-        self.recompute = recompute
+        self.module, self.name, self.device, self.dtype, self.recompute = module, name, torch.device(device), dtype, recompute
         self.state = LayerState.CHUNKED
         self.trainable: FlatParameter | None = None
         self.frozen: list[FlatParameter] = []

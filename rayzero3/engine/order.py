@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from rayzero3.engine.comm import Comm
-from rayzero3.engine.state import LayerState
 
 if TYPE_CHECKING:
     from rayzero3.engine.layer import Zero3Layer

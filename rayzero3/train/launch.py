@@ -40,7 +40,8 @@ def fit(job: Job) -> None:
         ClusterError: the cluster can't hold the workers.
         TrainingError: workers failed more often than the job allows; the error shows rank and cause.
     """
-    resources = Resources.of(job, ray.cluster_resources())
+    run = Run(job.run_folder)
+    resources, before = Resources.of(job, ray.cluster_resources()), run.last_attempt()
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={"job": job.model_dump(mode="json"), "data_cpus": resources.data_cpus},
@@ -60,19 +61,24 @@ def fit(job: Job) -> None:
     try:
         trainer.fit()
     except ray.train.WorkerGroupError as error:
-        raise _explain(job, error.worker_failures) from None
+        attempt = run.last_attempt()
+        raise _explain(run, attempt if attempt > before else 0, error.worker_failures) from None
     except ray.train.TrainingFailedError as error:
         raise TrainingError("training failed", None, str(error), "See the driver's log above.") from None
 
 
-def _explain(job: Job, failures: dict[int, Exception]) -> TrainingError:
-    """Name the rank whose failure is a cause, not a consequence, the step, and where its traceback is."""
+def _explain(run: Run, attempt: int, failures: dict[int, Exception]) -> TrainingError:
+    """Name the rank whose failure is a cause, not a consequence, the step, and where its traceback is.
+
+    Args:
+        attempt: The one that failed last; 0 if it failed before it had a number.
+    """
     causes = {rank: getattr(error, "cause", None) or error for rank, error in failures.items()}
     rank = min(causes, key=lambda rank: ("CollectiveError" in type(causes[rank]).__name__, rank))
     text = str(causes[rank]).strip()
-    files = sorted(Run(job.run_folder).rank_folder(rank).glob("error-*.txt"))
-    where = files[-1].read_text(encoding="utf-8").splitlines()[0] if files else f"rank {rank}"
-    traceback = f"Its traceback is in {files[-1]}." if files else "It left no traceback: killed, or out of memory."
+    file = run.error_file(rank, attempt)
+    where = file.read_text(encoding="utf-8").splitlines()[0] if file.exists() else f"rank {rank}"
+    traceback = f"Its traceback is in {file}." if file.exists() else "It left no traceback: killed, or out of memory."
     return TrainingError(f"training failed: {where}", None, text.splitlines()[-1] if text else None, traceback)
 
 

@@ -3,8 +3,8 @@
     RUN/
         job.yaml             the job as it was submitted last
         metrics.jsonl        one line a step, written by rank 0
-        events.jsonl         starts, restarts, validations, checkpoints, the end
-        rank-0000/ ...       what one rank alone knows: samples.jsonl, and error-ATTEMPT.txt with its traceback
+        events.jsonl         starts, restarts, validations, checkpoints
+        rank-0000/ ...       what one rank alone knows: samples.jsonl, worker.json, and error-ATTEMPT.txt with its traceback
         checkpoints/         see rayzero3.checkpoint.format
         attempts/            one empty file per start of the worker group
         stop                 there while the run is asked to save itself and end
@@ -68,11 +68,15 @@ class Run:
             file.flush()
             yield
 
+    def last_attempt(self) -> int:
+        """The last attempt's number; 0 if there was none."""
+        return max((int(path.name) for path in (self.folder / "attempts").glob("*")), default=0)
+
     def new_attempt(self) -> int:
         """The next attempt's number, from 1; never given out twice."""
         folder = self.folder / "attempts"
         folder.mkdir(parents=True, exist_ok=True)
-        number = max((int(path.name) for path in folder.iterdir()), default=0) + 1
+        number = self.last_attempt() + 1
         while True:
             try:
                 os.close(os.open(folder / f"{number:04d}", os.O_CREAT | os.O_EXCL))

@@ -62,11 +62,13 @@ class Worker:
         for result in steps(job, model, optimizer, batches, position.step, position.samples, self.device, run.stop.exists):
             self.step = result.step
             stop, last = metrics.log(result), result.step == job.train.steps
-            if manifest.tokens("validation") and (last or result.step % job.validation.every_steps == 0):
-                metrics.flush()
+            validate = manifest.tokens("validation") and (last or result.step % job.validation.every_steps == 0)
+            checkpoint = stop or last or result.step % job.checkpoint.every_steps == 0
+            if validate or checkpoint:
+                stop = metrics.flush() or stop
+            if validate:
                 self._validate(model)
-            if stop or last or result.step % job.checkpoint.every_steps == 0:
-                metrics.flush()
+            if checkpoint or stop:
                 self._checkpoint(model, optimizer, Position(result.step, result.samples))
             if stop:
                 break

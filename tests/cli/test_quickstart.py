@@ -72,7 +72,9 @@ def test_submitted_again_it_goes_on_and_a_stop_saves_the_step_it_is_at(quickstar
     cli(*longer, "--detach")
     assert "already" in cli(*longer, "--detach", code=2)
     follower = cli.start("logs", "quickstart", "--follow")
+    until = time.monotonic() + 300
     while not (lines := (run / "metrics.jsonl").read_text().splitlines()) or json.loads(lines[-1])["step"] < 10:
+        assert time.monotonic() < until, "the job does not get going:\n" + cli("logs", "quickstart")
         time.sleep(0.2)
     assert json.loads(lines[8])["step"] == 9, "the step after the last of the run before"
     assert "STOPPED" in cli("stop", "quickstart")
@@ -84,7 +86,7 @@ def test_submitted_again_it_goes_on_and_a_stop_saves_the_step_it_is_at(quickstar
 
 def test_gauges_are_on_rays_own_metrics_endpoint(quickstart):
     cli, _, run, submit = quickstart
-    code = f"""
+    code = """
 import time, urllib.request
 from rayzero3.cli import auth, head
 auth.use(own_head=True)
@@ -94,7 +96,7 @@ import ray
 ray.init(address=head.recorded().gcs, log_to_driver=False)
 ports = [node["MetricsExportPort"] for node in ray.nodes()]
 for _ in range(300):
-    text = "".join(urllib.request.urlopen(f"http://127.0.0.1:{{port}}/metrics").read().decode() for port in ports)
+    text = "".join(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode() for port in ports)
     if all('ray_rayzero3_' + name in text for name in ("step", "loss", "tokens_per_s")):
         break
     time.sleep(0.2)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rayzero3.engine import Zero3Layer, Zero3Sequential
+from rayzero3.engine.state import LayerState
 
 
 class Block(nn.Module):
@@ -93,3 +94,29 @@ def assert_grads_match(mine: dict[str, Tensor], plain: nn.Module, bound: float =
         error = sum((mine[name] - theirs[name]).square().sum() for name in names).sqrt()
         norm = sum(theirs[name].square().sum() for name in names).sqrt()
         assert error <= bound * norm, f"layer {index}: {error / norm:.2e} of its norm"
+
+
+def compare(rank, world_size, layers, steps=3):
+    """Some steps of SGD against the plain module on the joined batch; gradients and weights are checked."""
+    plain = nn.Sequential(*copy.deepcopy(layers))
+    model = shard(layers, rank, world_size)
+    mine = torch.optim.SGD(model.get_trainable_chunk(), lr=0.1)
+    theirs = torch.optim.SGD([parameter for parameter in plain.parameters() if parameter.requires_grad], lr=0.1)
+    for step in range(steps):
+        batch = tokens(step, 2 * world_size)
+        mine.zero_grad()
+        theirs.zero_grad(set_to_none=False)
+        mean_loss(model, batch[2 * rank : 2 * rank + 2]).backward()
+        mean_loss(plain, batch).backward()
+        for parameter in plain.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        assert_grads_match(full_grads(model), plain)
+        assert {layer.state for layer in model.all_layers()} == {LayerState.CHUNKED}
+        assert sum(flat.full_bytes for layer in model.all_layers() for flat in layer.flats) == 0
+        mine.step()
+        theirs.step()
+    values = full_values(model)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(values[name], parameter.data, rtol=1e-6, atol=1e-6)
+    return model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import warnings
 
 import pytest
@@ -11,36 +10,9 @@ import torch
 from torch import nn
 
 from rayzero3.engine import Zero3Layer, Zero3Sequential
-from rayzero3.engine.state import LayerState
 from rayzero3.errors import StateError
-from tests.engine.models import Block, assert_grads_match, full_grads, full_values, language_model, mean_loss, shard, tokens
+from tests.engine.models import Block, assert_grads_match, compare, full_grads, full_values, language_model, mean_loss, shard, tokens
 from tests.ranks import RankFailed, run_ranks
-
-
-def compare(rank, world_size, layers, steps=3):
-    """Some steps of SGD against the plain module on the joined batch; gradients and weights are checked."""
-    plain = nn.Sequential(*copy.deepcopy(layers))
-    model = shard(layers, rank, world_size)
-    mine = torch.optim.SGD(model.get_trainable_chunk(), lr=0.1)
-    theirs = torch.optim.SGD([parameter for parameter in plain.parameters() if parameter.requires_grad], lr=0.1)
-    for step in range(steps):
-        batch = tokens(step, 2 * world_size)
-        mine.zero_grad()
-        theirs.zero_grad(set_to_none=False)
-        mean_loss(model, batch[2 * rank : 2 * rank + 2]).backward()
-        mean_loss(plain, batch).backward()
-        for parameter in plain.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        assert_grads_match(full_grads(model), plain)
-        assert {layer.state for layer in model.all_layers()} == {LayerState.CHUNKED}
-        assert sum(flat.full_bytes for layer in model.all_layers() for flat in layer.flats) == 0
-        mine.step()
-        theirs.step()
-    values = full_values(model)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(values[name], parameter.data, rtol=1e-6, atol=1e-6)
-    return model
 
 
 def frozen_part(rank, world_size):
@@ -105,61 +77,6 @@ def unused_on_one_rank(rank, world_size):
 def test_a_parameter_unused_on_one_rank_only_is_no_hang():
     first, second = run_ranks(unused_on_one_rank, 2)
     assert torch.equal(first, second) and first.abs().sum() > 0
-
-
-def tied(rank, world_size):
-    model = compare(rank, world_size, language_model(vocabulary=13, tied=True))
-    names = [layer.full_name(slot.name) for layer in model.all_layers() for flat in layer.flats for slot in flat.layout.slots]
-    assert names.count("0.weight") == 1 and "4.weight" not in names
-    assert len(model.get_trainable_chunk()) == len({id(chunk) for chunk in model.get_trainable_chunk()}) == 4
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_tied_head_is_stored_and_reduced_once(world_size):
-    run_ranks(tied, world_size)
-
-
-def wrapped_twice(rank, world_size):
-    torch.manual_seed(0)
-    module, width = nn.Linear(12, 12), 12
-    plain = copy.deepcopy(module)
-    model = Zero3Sequential([Zero3Layer(module, rank, world_size, "cpu") for _ in range(2)])
-    x = torch.ones(2, width)
-    model(x).sum().backward()
-    plain(plain(x)).sum().backward()
-    grads = full_grads(model)
-    assert set(grads) == {"0.weight", "0.bias"}
-    torch.testing.assert_close(grads["0.weight"], plain.weight.grad)
-    torch.testing.assert_close(grads["0.bias"], plain.bias.grad)
-    del model
-    gc.collect()
-    with pytest.raises(StateError, match="weight has no values; it belonged to a Zero3Layer that is gone"):
-        Zero3Layer(module, rank, world_size, "cpu")
-
-
-def test_a_module_wrapped_twice_is_tied_and_one_of_a_layer_that_is_gone_is_refused():
-    run_ranks(wrapped_twice, 2)
-
-
-class TiedInside(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
-        self.second.weight = self.first.weight
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
-
-
-def tied_block(rank, world_size):
-    layers = language_model()
-    layers[1], layers[2] = TiedInside(12), TiedInside(12)
-    layers[3].share = layers[2].first.bias
-    compare(rank, world_size, layers)
-
-
-def test_a_weight_tied_within_a_layer_and_a_bias_tied_across_layers():
-    run_ranks(tied_block, 2)
 
 
 class Scalars(nn.Module):

@@ -7,7 +7,6 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from rayzero3.engine import Zero3Adam, Zero3Layer, Zero3Sequential
 from rayzero3.engine.layout import CHUNK_ALIGNMENT, SLOT_ALIGNMENT

@@ -19,6 +19,8 @@ from rayzero3.train.run import Run, read_lines
 from tests.faults import FailAt
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
+PATIENCE_S = 300
+"""How long a test waits for a job to get going before it goes on, and fails."""
 
 
 def job_of(storage, shards, workers=2, steps=10, **changes):
@@ -145,7 +147,7 @@ def test_an_exception_shows_rank_and_cause_and_leaves_its_traceback(shards, tmp_
     assert 'raise ValueError("injected fault")' in file.read_text()
 
 
-def test_a_finished_run_submitted_again_trains_nothing_and_with_more_steps_goes_on(undisturbed, shards, capsys):
+def test_a_finished_run_submitted_again_trains_nothing(undisturbed, shards, capsys):
     job = job_of(undisturbed.folder.parent, shards)
     before = read_lines(undisturbed.events)
     launch.run_job(job)
@@ -171,11 +173,13 @@ def test_more_workers_than_the_cluster_has_are_refused_at_once(shards, tmp_path)
 
 
 def test_a_run_that_is_asked_to_stop_saves_the_step_it_is_at_and_goes_on_from_there(shards, tmp_path):
-    job = job_of(tmp_path, shards, steps=100_000)
+    """With a checkpoint in every step, where the request is read with the checkpoint's own look at the metrics."""
+    job = job_of(tmp_path, shards, steps=100_000, checkpoint={"every_steps": 1})
     run = Run(job.run_folder)
 
     def ask():
-        while len(read_lines(run.metrics)) < 3:
+        until = time.monotonic() + PATIENCE_S
+        while len(read_lines(run.metrics)) < 3 and time.monotonic() < until:
             time.sleep(0.05)
         run.stop.touch()
 

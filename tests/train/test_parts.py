@@ -11,8 +11,9 @@ import sys
 import pytest
 import torch
 
-from rayzero3.errors import ConfigError, TrainingError
+from rayzero3.errors import CollectiveError, ConfigError, TrainingError
 from rayzero3.train.check import Resources
+from rayzero3.train.launch import _explain
 from rayzero3.train.loop import StepResult, build, steps
 from rayzero3.train.metrics import Metrics
 from rayzero3.train.process_group import _Backend, interface_of
@@ -122,6 +123,15 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path):
     assert [line["step"] for line in read_lines(Run(tmp_path).metrics)] == [4]
     with pytest.raises(TrainingError, match="step 5, layer block first, is loss 1.0, gradient norm nan"):
         metrics.flush()
+
+
+def test_a_traceback_of_an_earlier_attempt_is_not_taken_for_this_ones(tmp_path):
+    run = Run(tmp_path)
+    run.error_file(1, 1).write_text("rank 1, after step 9, in attempt 1 of 2 workers\n\nTraceback")
+    told = str(_explain(run, 1, {1: RuntimeError("it broke"), 0: CollectiveError("a consequence")}))
+    assert "rank 1, after step 9" in told and "it broke" in told and str(run.error_file(1, 1)) in told
+    told = str(_explain(run, 2, {1: RuntimeError("the actor died")}))
+    assert "left no traceback" in told and "step 9" not in told
 
 
 def test_the_cluster_is_shared_so_that_data_tasks_always_get_something(tmp_path):
