@@ -1,7 +1,4 @@
-"""Comm: the only calls of torch.distributed in the engine. Counts bytes and keeps the ledger of collectives.
-
-The seam for streams is Pending: a collective that was launched and not yet waited for. `Pending.wait()` orders the compute stream after
-the collective. On a CPU the host is the compute stream, so it blocks; with NCCL only the current CUDA stream waits, never the host.
+"""Comm: the only calls of torch.distributed in the engine. Launches collectives, counts their bytes, enters them in the ledger.
 
 Letters: N = world size, C = elements of one chunk.
 
@@ -12,47 +9,62 @@ least possible, and the sum is ours: fp32, in rank order, the same bits whatever
 
 from __future__ import annotations
 
-import time
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayzero3.errors import CollectiveError
+from rayzero3.engine.ledger import Ledger, new_key
+from rayzero3.engine.streams import streams_for
 
-_LEDGER_LENGTH = 4
-_LEDGER_WAIT_S = 3.0
+_ABORT_TAG = 2**31 - 1
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the new names, from torch 2.13 on
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Pending:
-    """A collective in flight. `wait()` may be called more than once; only the first call does something.
+    """A collective in flight. `wait()` may be called more than once; only the first call does something."""
 
-    Attributes:
-        result: What the collective produced, valid after `wait()`.
-    """
-
-    def __init__(self, launch: Callable[[], Sequence[dist.Work]], fail: Callable[[Exception], CollectiveError], finish: Callable[[], Tensor]) -> None:
-        self._fail, self._finish = fail, finish
-        self.result: Tensor | None = None
+    def __init__(self, comm: Comm, side: str, entry: str, launch: Callable[[], Sequence[dist.Work]], finish: Callable[[], Tensor]) -> None:
+        self._ledger, self._entry, self._finish = comm.ledger, entry, finish
+        self._result: Tensor | None = None
         try:
-            self._works = launch()
+            self._launched = comm.streams.run(side, launch)
         except Exception as error:  # what torch raises here depends on the backend
-            raise fail(error) from error
+            raise self._ledger.explain(entry, error) from error
+        if self._launched.done is not None:
+            self._ledger.opens(entry, self._launched.done)
 
     def wait(self) -> Tensor:
-        """Order what follows on the compute stream after the collective. Raises CollectiveError when it failed or timed out."""
-        if self.result is None:
+        """Order what follows on the compute stream after the collective. Returns what it produced.
+
+        On a CPU the host is the compute stream, so it blocks; on a GPU the host never waits.
+
+        Raises:
+            CollectiveError: it failed or timed out, or the ranks are at different collectives.
+        """
+        if self._finish is not None:
             try:
-                for work in self._works:
-                    work.wait()
+                self._join()
+                self._result = self._finish()
             except Exception as error:  # as above
-                raise self._fail(error) from error
-            self.result = self._finish()
-            self._works = ()
-        return self.result
+                raise self._ledger.explain(self._entry, error) from error
+            self._finish = None
+        return self._result
+
+    def _join(self) -> None:
+        if self._launched.done is not None:
+            self._launched.join()
+            return
+        self._ledger.opens(self._entry, None)
+        try:
+            self._launched.join()
+        finally:
+            self._ledger.closes()
 
 
 class Comm:
@@ -63,21 +75,28 @@ class Comm:
 
     Args:
         group: The process group; None for the default one.
+        device: Where the tensors lie.
 
     Attributes:
         rank, world_size: Of this process in the group.
         bytes_sent: Bytes that this rank sent, by kind of collective.
-        ledger: The last few collectives, as `place kind name`, for errors.
+        ledger: What was launched.
+        streams: Where it runs.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:
+        self.group, self.device = group, torch.device(device)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.peers = [rank for rank in range(self.world_size) if rank != self.rank]
         self.bytes_sent: Counter[str] = Counter()
-        self.ledger: deque[str] = deque(maxlen=_LEDGER_LENGTH)
-        self._count = 0
+        self.ledger, self.streams = Ledger(self.rank, self.world_size), streams_for(self.device)
         self._point_to_point = dist.get_backend(group) == "gloo"
+
+    def watch(self) -> None:
+        """From now on, have ranks that launched different collectives fail within seconds. Every rank calls it together."""
+        own = torch.full((1,), new_key() if self.rank == 0 else 0, dtype=torch.int64, device=self.device)
+        abort, group = (_abort_gloo, self.group) if self._point_to_point else (_abort, self.group)
+        self.ledger.watch(int(self.sum_rows(own, "ledger")), lambda: abort(group))
 
     def all_gather(self, full: Tensor, name: str) -> Pending:
         """Fill every rank's slice of `full` in place; this rank's own slice is there already.
@@ -88,18 +107,16 @@ class Comm:
         Cost: sends (N-1)*C elements per rank.
         """
         chunk = full.numel() // self.world_size
+        entry = self._enter("fetch", name, (self.world_size - 1) * chunk * full.element_size())
         slices = full.split(chunk) if chunk else []
-        tag, fail = self._enter("fetch", name, (self.world_size - 1) * chunk * full.element_size())
 
         def launch() -> Sequence[dist.Work]:
-            if not chunk:
-                return ()
             if self._point_to_point:
-                return self._exchange([slices[self.rank]] * self.world_size, slices, tag)
-            gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-            return [gather(full, slices[self.rank], group=self.group, async_op=True)]
+                return self._exchange([slices[self.rank]] * self.world_size, slices, entry)
+            _all_gather(full, slices[self.rank], group=self.group)
+            return ()
 
-        return Pending(launch, fail, lambda: full)
+        return Pending(self, "fetch", entry, launch if chunk else _nothing, lambda: full)
 
     def reduce_scatter(self, full: Tensor, name: str) -> Pending:
         """Sum this rank's slice over all ranks, in rank order and in fp32.
@@ -108,22 +125,31 @@ class Comm:
             full: (N*C,) floating; must not be changed before `wait()`.
             result: (C,) fp32.
 
-        Cost: sends (N-1)*C elements of full's dtype per rank; on gloo as much scratch memory.
+        Cost: sends (N-1)*C elements of full's dtype per rank; as much scratch memory, but for fp32 on a GPU.
         """
         chunk = full.numel() // self.world_size
-        tag, fail = self._enter("reduce", name, (self.world_size - 1) * chunk * full.element_size())
+        entry = self._enter("reduce", name, (self.world_size - 1) * chunk * full.element_size())
         if not chunk:
-            return Pending(lambda: (), fail, lambda: full.new_zeros(0, dtype=torch.float32))
-        if not self._point_to_point:
-            total = full.new_empty(chunk, dtype=torch.float32)
-            scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-            return Pending(lambda: [scatter(total, full.float(), group=self.group, async_op=True)], fail, lambda: total)
-        outgoing = full.split(chunk)
-        incoming = [outgoing[rank] if rank == self.rank else full.new_empty(chunk) for rank in range(self.world_size)]
-        return Pending(lambda: self._exchange(outgoing, incoming, tag), fail, lambda: _sum_in_order(incoming))
+            return Pending(self, "reduce", entry, _nothing, lambda: full.new_zeros(0, dtype=torch.float32))
+        if self._point_to_point:
+            outgoing = full.split(chunk)
+            incoming = [outgoing[rank] if rank == self.rank else full.new_empty(chunk) for rank in range(self.world_size)]
+            return Pending(self, "reduce", entry, lambda: self._exchange(outgoing, incoming, entry), lambda: _sum_in_order(incoming))
+        total = full.new_empty(chunk, dtype=torch.float32)
+
+        def launch() -> Sequence[dist.Work]:
+            if full.dtype is torch.float32:
+                _reduce_scatter(total, full, group=self.group)
+            else:
+                arrived = torch.empty_like(full)
+                dist.all_to_all_single(arrived, full, group=self.group)
+                total.copy_(_sum_in_order(arrived.split(chunk)))
+            return ()
+
+        return Pending(self, "reduce", entry, launch, lambda: (full, total)[1])  # holds `full` until the compute stream has waited
 
     def gather_rows(self, row: Tensor, name: str) -> Tensor:
-        """Every rank's row, for small things such as counts, norms and verdicts. Blocks.
+        """Every rank's row, for small things such as counts, norms and verdicts, ready for the compute stream.
 
         Shapes:
             row: (K,) any dtype, the same K on every rank.
@@ -141,13 +167,14 @@ class Comm:
         return total
 
     def scatter_from_first(self, chunks: Sequence[Tensor] | None, out: Tensor, name: str) -> None:
-        """Rank 0 hands every rank its chunk. Blocks.
+        """Rank 0 hands every rank its chunk, ready for the compute stream.
 
         Shapes:
             chunks: N tensors of (C,) on rank 0, None elsewhere.
             out: (C,), filled.
         """
-        tag, fail = self._enter("scatter", name, 0 if self.rank else (self.world_size - 1) * out.numel() * out.element_size())
+        entry = self._enter("scatter", name, 0 if self.rank else (self.world_size - 1) * out.numel() * out.element_size())
+        tag = _tag(entry)
 
         def launch() -> Sequence[dist.Work]:
             if self.rank == 0:
@@ -158,44 +185,38 @@ class Comm:
                 return [dist.isend(chunks[peer], group=self.group, group_dst=peer, tag=tag) for peer in self.peers]
             return [dist.irecv(out, group=self.group, group_src=0, tag=tag)]
 
-        Pending(launch, fail, lambda: out).wait()
+        Pending(self, "fetch", entry, launch, lambda: (chunks, out)[1]).wait()
 
-    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> list[dist.Work]:
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], entry: str) -> list[dist.Work]:
+        tag = _tag(entry)
         works = [dist.irecv(incoming[peer], group=self.group, group_src=peer, tag=tag) for peer in self.peers]
         return works + [dist.isend(outgoing[peer], group=self.group, group_dst=peer, tag=tag) for peer in self.peers]
 
-    def _enter(self, kind: str, name: str, sent_bytes: int) -> tuple[int, Callable[[Exception], CollectiveError]]:
-        self._count += 1
+    def _enter(self, kind: str, name: str, sent_bytes: int) -> str:
         self.bytes_sent[kind] += sent_bytes
-        entry = f"{self._count} {kind} {name}"
-        self.ledger.append(entry)
-        tag = zlib.crc32(entry.encode()) % 2**31
-        return tag, lambda error: self._explain(entry, error)
+        return self.ledger.enter(kind, name)
 
-    def _explain(self, entry: str, error: Exception) -> CollectiveError:
-        """An error that names this rank's collective and, where they failed too, the other ranks' ones."""
-        places = {self.rank: entry}
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            store.set(f"rayzero3/failed/{self.rank}", entry)
-            deadline = time.monotonic() + _LEDGER_WAIT_S
-            while len(places) < self.world_size and time.monotonic() < deadline:
-                for peer in self.peers:
-                    if peer not in places and store.check([f"rayzero3/failed/{peer}"]):
-                        places[peer] = store.get(f"rayzero3/failed/{peer}").decode()
-                time.sleep(0.05)
-        except Exception:  # the store may be gone with its rank; what this rank knows is still worth telling
-            pass
-        seen = ", ".join(f"rank {rank} at collective {place}" for rank, place in sorted(places.items()))
-        silent = [str(peer) for peer in self.peers if peer not in places]
-        seen += f"; the last on rank {self.rank}: {', '.join(self.ledger)}"
-        seen += f"; nothing heard of rank {', '.join(silent)}" if silent else ""
-        return CollectiveError(
-            f"collective {entry} failed on rank {self.rank}",
-            None,
-            f"{seen}. Cause: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-            "If the places differ, the ranks ran different layers; if they agree, look at the ranks that were not heard of.",
-        )
+
+def _tag(entry: str) -> int:
+    return zlib.crc32(entry.encode()) % _ABORT_TAG
+
+
+def _nothing() -> Sequence[dist.Work]:
+    return ()
+
+
+def _abort(group: dist.ProcessGroup | None) -> None:
+    (group or dist.distributed_c10d._get_default_group()).abort()
+
+
+def _abort_gloo(group: dist.ProcessGroup | None) -> None:
+    """gloo has no abort, but a receive that times out closes the connections, which ends every wait on them at both ends."""
+    for peer in range(dist.get_world_size(group)):
+        if peer != dist.get_rank(group):
+            try:
+                dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_ABORT_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                pass
 
 
 def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:

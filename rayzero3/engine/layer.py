@@ -75,7 +75,7 @@ class Zero3Layer(nn.Module):
         recompute: bool = False,
     ) -> None:
         super().__init__()
-        comm = Comm(group)
+        comm = Comm(group, device)
         if (rank, world_size) != (comm.rank, comm.world_size):
             raise StateError(
                 "(rank, world_size)", (rank, world_size), f"this process is {(comm.rank, comm.world_size)} in its process group", "Pass those."

@@ -38,6 +38,7 @@ class Zero3Model(nn.Module):
         self._order = FetchOrder(layers, self.comm, prefetch, average=average, rooted=rooted, pinned=pinned)
         for layer in self._order.layers():
             layer.join(self._order)
+        self.comm.watch()
 
     def all_layers(self) -> list[Zero3Layer]:
         """The layers and those of tied weights, each once, in fetch order."""
