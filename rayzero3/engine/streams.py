@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,24 +54,29 @@ class HostStreams:
 
 
 class CudaStreams:
-    """A GPU."""
+    """A GPU.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        device: Which.
+        cuda: Where streams come from, so that a test can record them.
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
         self._sides: dict[str, torch.cuda.Stream] = {}
 
     def run(self, side: str, work: Callable[[], Sequence[dist.Work]]) -> Launched:
         """As in HostStreams."""
         if side not in self._sides:
-            self._sides[side] = torch.cuda.Stream(self._device)
+            self._sides[side] = self._cuda.Stream(self._device)
         stream = self._sides[side]
-        stream.wait_event(torch.cuda.current_stream(self._device).record_event())
-        with torch.cuda.stream(stream):
+        stream.wait_event(self._cuda.current_stream(self._device).record_event())
+        with self._cuda.stream(stream):
             works = work()
             for part in works:
                 part.wait()  # has this stream wait, not the host
         done = stream.record_event()
-        return Launched(lambda: torch.cuda.current_stream(self._device).wait_event(done), done.query)
+        return Launched(lambda: self._cuda.current_stream(self._device).wait_event(done), done.query)
 
 
 def streams_for(device: torch.device) -> HostStreams | CudaStreams:

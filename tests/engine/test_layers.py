@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from rayzero3.engine import Zero3Layer, Zero3Sequential
-from rayzero3.errors import StateError
+from rayzero3.errors import CollectiveError, StateError
 from tests.engine.models import Block, assert_grads_match, compare, full_grads, full_values, language_model, mean_loss, shard, tokens
 from tests.ranks import RankFailed, run_ranks
 
@@ -182,6 +183,34 @@ def test_ranks_that_disagree_on_the_order_get_an_error_that_names_both():
         run_ranks(other_order, 2, timeout_s=3)
     text = str(failure.value)
     assert "rank 0 at collective" in text and "rank 1 at collective" in text and "fetch 1" in text and "fetch 2" in text
+
+
+def skips_a_layer(rank, world_size):
+    """The last rank leaves out layer 2; ends when an error ends it."""
+    model = shard(language_model(), rank, world_size)
+    loss = mean_loss(model, tokens(0, 2))
+    loss.backward()
+    start = time.monotonic()
+    try:
+        x = model.layers[0](tokens(0, 2)[:, :-1])
+        for index, layer in enumerate(model.layers[1:-1], start=1):
+            if not (index == 2 and rank == world_size - 1):
+                x = layer(x)
+        model.layers[-1](x).sum().backward()
+        model.comm.sum_rows(torch.zeros(1), "loss")
+    except CollectiveError as error:
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_layer_that_only_some_ranks_run_is_an_error_long_before_the_timeout(world_size):
+    timeout_s = 60
+    told = run_ranks(skips_a_layer, world_size, timeout_s=timeout_s)
+    assert all(text for text, _ in told), "every rank ends with an error"
+    assert max(elapsed for _, elapsed in told) < timeout_s / 3
+    texts = [text for text, _ in told if "the ranks run different layers" in text]
+    assert any(f"rank {world_size - 1}" in text and "`fetch 2`" in text for text in texts), told
 
 
 def meta_start(rank, world_size):
