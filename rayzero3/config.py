@@ -119,6 +119,9 @@ class WorkersSection(Section):
 
     count: Count = Field(1, description="number of workers N")
     device: Literal["auto", "cpu", "gpu"] = Field("auto", description="auto: gpu where the cluster has one, else cpu")
+    shard_group: Count | None = Field(
+        None, description="neighbours that share one copy of the model, such as the GPUs of a node; derived: all; full sharding where it does not divide count"
+    )
     timeout_s: Duration = Field(60.0, description="a collective that takes longer has failed (60, 90s, 2m)")
     max_restarts: CountOrZero = Field(3, description="restarts from the last checkpoint before the job fails")
 

@@ -22,6 +22,8 @@ _DIGEST_BYTES = 32
 def save(checkpoints: Path, job: Job, model: Zero3Sequential, optimizer: Zero3Adam, position: Position, attempt: int) -> Path:
     """Write a checkpoint and return its folder. Every rank calls it; when it returns on any, the checkpoint is whole.
 
+    Under hybrid sharding one copy of the model is written.
+
     Cost: 12 bytes per trainable parameter over N written by each rank; nothing else is copied.
 
     Raises:
@@ -32,19 +34,24 @@ def save(checkpoints: Path, job: Job, model: Zero3Sequential, optimizer: Zero3Ad
     rank, comm = model.comm.rank, model.comm
     report = torch.zeros(1 + 8 + _DIGEST_BYTES, dtype=torch.uint8)
     failure: Exception | None = None
+    writes = comm.total_rank == comm.rank
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        report[1:] = torch.frombuffer(bytearray(_write(folder / rank_file(rank), _slices(model, optimizer))), dtype=torch.uint8)
+        if writes:
+            report[1:] = torch.frombuffer(bytearray(_write(folder / rank_file(rank), _slices(model, optimizer))), dtype=torch.uint8)
     except (OSError, SafetensorError) as error:
         failure, report[0] = error, 1
     device = optimizer.chunks[0].device
     reports = comm.gather_rows(report.to(device), "checkpoint written").cpu()
-    if reports[:, 0].any():
-        ranks = ", ".join(str(index) for index in reports[:, 0].nonzero().flatten().tolist())
+    failed = reports[:, 0].int()
+    if comm.replicas:
+        failed = comm.replicas.sum_rows(failed.to(device), "checkpoint written").cpu()
+    if failed.any():
+        ranks = ", ".join(str(index) for index in failed.nonzero().flatten().tolist())
         raise CheckpointError(f"{folder} was not written by rank {ranks}", None, str(failure) if failure else None, "Free space, then submit again.") from failure
-    if rank == 0:
+    if comm.total_rank == 0:
         _manifest(job, model, optimizer, position, attempt, reports).write(folder)
-    comm.gather_rows(report[:1].to(device), "checkpoint committed")
+    comm.sum_rows(report[:1].to(device), "checkpoint committed")
     return folder
 
 

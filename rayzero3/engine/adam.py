@@ -65,7 +65,7 @@ class Zero3Adam(torch.optim.AdamW):
         """2-norm of all gradients over all ranks: () fp64 on the device. Padding is zero and adds nothing. Every rank calls it."""
         zero = torch.zeros((), dtype=torch.float64, device=self.chunks[0].device)
         own = torch.stack([zero if chunk.grad is None else torch.linalg.vector_norm(chunk.grad).double().square() for chunk in self.chunks])
-        squares = self.chunks[0].comm.sum_rows(own, "gradient norm")
+        squares = self.chunks[0].comm.sum_rows(own, "gradient norm", one_copy=True)
         bad = ~torch.isfinite(squares)
         self.first_overflow = torch.where(bad.any(), bad.int().argmax(), -1)
         return squares.sum().sqrt()

@@ -17,9 +17,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from rayzero3.engine.ledger import Ledger, new_key
 from rayzero3.engine.streams import streams_for
+
+Group = dist.ProcessGroup | DeviceMesh | None
 
 _ABORT_TAG = 2**31 - 1
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the new names, from torch 2.13 on
@@ -68,35 +71,44 @@ class Pending:
 
 
 class Comm:
-    """The collectives of one process group, in launch order.
+    """The collectives of the ranks that share one copy of the model, in launch order; and between the copies, where there are several.
 
     Every rank must call the same methods with the same names in the same order. On gloo the message tags carry the place and the name, so
     that ranks which disagree never mix up data: they time out, and the error names what each rank was doing.
 
     Args:
-        group: The process group; None for the default one.
+        group: The process group; None for the default one. A mesh of (replicas, shards) is hybrid sharding: each row of it shares a copy.
         device: Where the tensors lie.
 
     Attributes:
-        rank, world_size: Of this process in the group.
+        rank, world_size: Of this process among those that share its copy: N is the world size.
+        total_rank, total_size: Of this process among all.
+        given: The group as it was given.
+        replicas: The ranks of all copies that hold the same chunks, or None.
         bytes_sent: Bytes that this rank sent, by kind of collective.
         ledger: What was launched.
         streams: Where it runs.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:
-        self.group, self.device = group, torch.device(device)
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, group: Group = None, device: torch.device | str = "cpu") -> None:
+        self.replicas = Comm(group.get_group(0), device) if isinstance(group, DeviceMesh) else None
+        self.given, self.device = group, torch.device(device)
+        self.group = group.get_group(1) if self.replicas else group
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        copies, copy = (self.replicas.world_size, self.replicas.rank) if self.replicas else (1, 0)
+        self.total_rank, self.total_size = copy * self.world_size + self.rank, copies * self.world_size
         self.peers = [rank for rank in range(self.world_size) if rank != self.rank]
         self.bytes_sent: Counter[str] = Counter()
         self.ledger, self.streams = Ledger(self.rank, self.world_size), streams_for(self.device)
-        self._point_to_point = dist.get_backend(group) == "gloo"
+        self._point_to_point = dist.get_backend(self.group) == "gloo"
 
     def watch(self) -> None:
         """From now on, have ranks that launched different collectives fail within seconds. Every rank calls it together."""
         own = torch.full((1,), new_key() if self.rank == 0 else 0, dtype=torch.int64, device=self.device)
         abort, group = (_abort_gloo, self.group) if self._point_to_point else (_abort, self.group)
-        self.ledger.watch(int(self.sum_rows(own, "ledger")), lambda: abort(group))
+        self.ledger.watch(int(self.gather_rows(own, "ledger")[0]), lambda: abort(group))
+        if self.replicas:
+            self.replicas.watch()
 
     def all_gather(self, full: Tensor, name: str) -> Pending:
         """Fill every rank's slice of `full` in place; this rank's own slice is there already.
@@ -119,7 +131,7 @@ class Comm:
         return Pending(self, "fetch", entry, launch if chunk else _nothing, lambda: full)
 
     def reduce_scatter(self, full: Tensor, name: str) -> Pending:
-        """Sum this rank's slice over all ranks, in rank order and in fp32.
+        """Sum this rank's slice over all ranks, in rank order and in fp32; in every copy first, then between them.
 
         Shapes:
             full: (N*C,) floating; must not be changed before `wait()`.
@@ -134,7 +146,7 @@ class Comm:
         if self._point_to_point:
             outgoing = full.split(chunk)
             incoming = [outgoing[rank] if rank == self.rank else full.new_empty(chunk) for rank in range(self.world_size)]
-            return Pending(self, "reduce", entry, lambda: self._exchange(outgoing, incoming, entry), lambda: _sum_in_order(incoming))
+            return Pending(self, "reduce", entry, lambda: self._exchange(outgoing, incoming, entry), lambda: self._between(_sum_in_order(incoming), name))
         total = full.new_empty(chunk, dtype=torch.float32)
 
         def launch() -> Sequence[dist.Work]:
@@ -144,9 +156,19 @@ class Comm:
                 arrived = torch.empty_like(full)
                 dist.all_to_all_single(arrived, full, group=self.group)
                 total.copy_(_sum_in_order(arrived.split(chunk)))
+            if self.replicas:
+                dist.all_reduce(total, group=self.replicas.group)
             return ()
 
         return Pending(self, "reduce", entry, launch, lambda: (full, total)[1])  # holds `full` until the compute stream has waited
+
+    def _between(self, total: Tensor, name: str) -> Tensor:
+        """Sum (C,) over the copies, in their order, in place."""
+        if self.replicas and total.numel():
+            part = self.replicas.reduce_scatter(total, name).wait()
+            total.split(part.numel())[self.replicas.rank].copy_(part)
+            self.replicas.all_gather(total, name).wait()
+        return total
 
     def gather_rows(self, row: Tensor, name: str) -> Tensor:
         """Every rank's row, for small things such as counts, norms and verdicts, ready for the compute stream.
@@ -159,12 +181,16 @@ class Comm:
         rows[self.rank] = row
         return self.all_gather(rows.view(-1), name).wait().view(self.world_size, -1)
 
-    def sum_rows(self, row: Tensor, name: str) -> Tensor:
-        """Sum of every rank's row, in rank order, in the row's dtype. Shapes as in `gather_rows`, result (K,)."""
+    def sum_rows(self, row: Tensor, name: str, one_copy: bool = False) -> Tensor:
+        """Sum of every rank's row, in rank order, in the row's dtype. Shapes as in `gather_rows`, result (K,).
+
+        Args:
+            one_copy: Only over the ranks that share this one's copy, where all copies have the same.
+        """
         total, *others = self.gather_rows(row, name)
         for other in others:
             total = total + other
-        return total
+        return total if self.replicas is None or one_copy else self.replicas.sum_rows(total, name)
 
     def scatter_from_first(self, chunks: Sequence[Tensor] | None, out: Tensor, name: str) -> None:
         """Rank 0 hands every rank its chunk, ready for the compute stream.
@@ -186,6 +212,8 @@ class Comm:
             return [dist.irecv(out, group=self.group, group_src=0, tag=tag)]
 
         Pending(self, "fetch", entry, launch, lambda: (chunks, out)[1]).wait()
+        if self.replicas:
+            self.replicas.scatter_from_first([out] * self.replicas.world_size, out, name)
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], entry: str) -> list[dist.Work]:
         tag = _tag(entry)
@@ -195,6 +223,24 @@ class Comm:
     def _enter(self, kind: str, name: str, sent_bytes: int) -> str:
         self.bytes_sent[kind] += sent_bytes
         return self.ledger.enter(kind, name)
+
+
+def hybrid_mesh(shard_size: int, device: torch.device, timeout: timedelta) -> DeviceMesh | None:
+    """A mesh over all ranks for hybrid sharding: each `shard_size` neighbours, such as those of a node, share a copy of the model.
+
+    Args:
+        timeout: Of its collectives.
+
+    Returns:
+        The mesh, (replicas, shards), or None where full sharding is right: `shard_size` does not divide the ranks or is all of them.
+    """
+    total = dist.get_world_size()
+    if total % shard_size or total == shard_size:
+        return None
+    ranks = torch.arange(total).view(-1, shard_size)
+    shards, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
+    replicas, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
+    return DeviceMesh.from_group([replicas, shards], device.type, mesh=ranks, mesh_dim_names=("replicas", "shards"))
 
 
 def _tag(entry: str) -> int:

@@ -35,7 +35,7 @@ class FlatParameter:
     def __init__(
         self, shapes: dict[str, tuple[int, ...]], comm: Comm, device: torch.device, trainable: bool, chunk_dtype: torch.dtype, full_dtype: torch.dtype
     ) -> None:
-        self.layout, self.rank, self.trainable = FlatLayout.of(shapes, comm.world_size), comm.rank, trainable
+        self.layout, self.rank, self.trainable = FlatLayout.of(shapes, comm.world_size, comm.total_size // comm.world_size), comm.rank, trainable
         slots = {slot.name: slot for slot in self.layout.slots}
         self.chunk = nn.Parameter(torch.zeros(self.layout.chunk_numel, dtype=chunk_dtype, device=device), requires_grad=trainable)
         self._full = torch.empty(self.layout.padded_numel, dtype=full_dtype, device=device)

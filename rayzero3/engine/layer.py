@@ -10,14 +10,13 @@ import weakref
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from rayzero3.engine.build import Initializer, check_buffers, fill_chunk, full_name
 from rayzero3.engine.calls import Call
-from rayzero3.engine.comm import Comm, Pending
+from rayzero3.engine.comm import Comm, Group, Pending
 from rayzero3.engine.flat import FlatParameter
 from rayzero3.engine.order import FetchOrder
 from rayzero3.engine.places import ChunkedParameter, Places
@@ -38,7 +37,7 @@ class Zero3Layer(nn.Module):
         rank, world_size: Of this process; must be those of the process group.
         device: Where it computes and where the chunks lie.
         dtype: Compute dtype: fp32, bf16 or fp16. Trainable chunks are fp32 whatever it is; frozen ones keep the parameter's dtype.
-        group: Process group; None for the default one.
+        group: Process group; None for the default one; a mesh of (replicas, shards) for hybrid sharding.
         name: First part of the parameters' names; Zero3Sequential gives the position if it is None.
         initialize: Fills one parameter; needed for modules on the meta device, and so is a name.
         seed: For `initialize`.
@@ -68,7 +67,7 @@ class Zero3Layer(nn.Module):
         device: torch.device | str,
         dtype: torch.dtype = torch.float32,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: Group = None,
         name: str | None = None,
         initialize: Initializer | None = None,
         seed: int = 0,
@@ -76,9 +75,9 @@ class Zero3Layer(nn.Module):
     ) -> None:
         super().__init__()
         comm = Comm(group, device)
-        if (rank, world_size) != (comm.rank, comm.world_size):
+        if (rank, world_size) != (comm.total_rank, comm.total_size):
             raise StateError(
-                "(rank, world_size)", (rank, world_size), f"this process is {(comm.rank, comm.world_size)} in its process group", "Pass those."
+                "(rank, world_size)", (rank, world_size), f"this process is {(comm.total_rank, comm.total_size)} in its process group", "Pass those."
             )
         self.module, self.name, self.device, self.dtype, self.recompute = module, name, torch.device(device), dtype, recompute
         self.state = LayerState.CHUNKED
@@ -185,7 +184,7 @@ class Zero3Layer(nn.Module):
 
     def finish_reduce(self) -> None:
         """Add the reduced gradient to the chunk's gradient. State: REDUCING -> CHUNKED."""
-        self.trainable.accumulate(self._pending.pop().wait(), self.comm.world_size if self._order.average else 1)
+        self.trainable.accumulate(self._pending.pop().wait(), self.comm.total_size if self._order.average else 1)
         self._move(LayerState.CHUNKED)
 
     def backward_over(self) -> None:

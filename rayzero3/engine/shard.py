@@ -6,10 +6,10 @@ import fnmatch
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from rayzero3.engine.build import Initializer
+from rayzero3.engine.comm import Comm, Group
 from rayzero3.engine.layer import Zero3Layer
 from rayzero3.engine.sequential import Zero3Model
 from rayzero3.engine.tied import TiedWeight
@@ -49,7 +49,7 @@ def shard_model(
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
     pin: tuple[str, ...] = (),
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     initialize: Initializer | None = None,
     seed: int = 0,
     prefetch: int = 1,
@@ -71,7 +71,8 @@ def shard_model(
     Raises:
         StateError: a glob matches nothing, or a block lies within another.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    comm = Comm(group)
+    rank, world_size = comm.total_rank, comm.total_size
     shared = {"device": device, "dtype": dtype, "group": group, "initialize": initialize, "seed": seed}
     blocks = _blocks(model, layers)
     inside = {id(part) for block in blocks.values() for part in block.modules()}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rayzero3.config import Job
-from rayzero3.engine import LossScaler, Zero3Adam, Zero3Layer, Zero3Sequential
+from rayzero3.engine import LossScaler, Zero3Adam, Zero3Layer, Zero3Sequential, hybrid_mesh
 from rayzero3.models.gpt_neox import gpt_neox, initialize
 from rayzero3.train.schedule import learning_rate
 from rayzero3.train.step import inputs_and_labels, train_step
@@ -51,12 +52,15 @@ def build(job: Job, vocab_size: int, rank: int, world_size: int, device: torch.d
     with torch.device("meta"):
         modules = gpt_neox(job.model, vocab_size)
     dtype = DTYPES[job.train.compute_dtype]
-    train, layers = job.train, []
+    train, layers, workers = job.train, [], job.workers
+    group = hybrid_mesh(workers.shard_group, device, timedelta(seconds=workers.timeout_s)) if workers.shard_group else None
     for index, module in enumerate(modules):
         block = 0 < index < len(modules) - 1
         again = block and train.recompute_every > 0 and index % train.recompute_every == 0
         layers.append(
-            Zero3Layer(module, rank, world_size, device, dtype, name=str(index), initialize=initialize, seed=job.seed, recompute=again)
+            Zero3Layer(
+                module, rank, world_size, device, dtype, group=group, name=str(index), initialize=initialize, seed=job.seed, recompute=again
+            )
         )
     model = Zero3Sequential(layers, average=False)
     scaler = LossScaler(device) if dtype is torch.float16 else None
