@@ -26,8 +26,16 @@ def parse_duration_s(value: object) -> object:
     return value
 
 
+def parse_size_bytes(value: object) -> object:
+    """Bytes from `512MiB`, `16GiB` or a whole number; anything else is returned for pydantic to refuse."""
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])iB\s*", value)):
+        return round(float(match[1]) * 2 ** (10 * (1 + "KMGT".index(match[2]))))
+    return value
+
+
 Count = Annotated[int, Field(strict=True, ge=1)]
 CountOrZero = Annotated[int, Field(strict=True, ge=0)]
+Size = Annotated[int, BeforeValidator(parse_size_bytes), Field(strict=True, ge=0)]
 Duration = Annotated[float, BeforeValidator(parse_duration_s), Field(gt=0)]
 
 
@@ -96,6 +104,10 @@ class TrainSection(Section):
     )
     recompute_every: CountOrZero = Field(0, description="every so many blocks keep only their inputs for backward and run again there; 0: none")
 
+    keep_fetched_bytes: Size = Field(
+        0, description="memory for layers that stay whole over the micro-batches of a step (512MiB, 2GiB): less traffic"
+    )
+
     @property
     def warmup(self) -> int:
         """Steps of linear warm-up."""
@@ -158,10 +170,10 @@ class Job(Section):
     def differences(self, older: "Job") -> list[str]:
         """What a resumed run may not change, where `older` is the job that wrote the checkpoint.
 
-        May change: steps, micro-batch, when to reduce and recompute, workers, validation, checkpoint, and where data and storage lie. The schedule follows the new steps.
+        May change: steps, micro-batch, when to reduce, recompute and fetch, workers, validation, checkpoint, and where data and storage lie. The schedule follows the new steps.
         """
         mine, theirs = (job.model_dump(mode="json") for job in (self, older))
-        free = {("train", key) for key in ("steps", "micro_batch", "reduce_every", "recompute_every")} | {("data", "path")}
+        free = {("train", key) for key in ("steps", "micro_batch", "reduce_every", "recompute_every", "keep_fetched_bytes")} | {("data", "path")}
         found = [] if self.seed == older.seed else [f"seed: {older.seed} -> {self.seed}"]
         for section in ("model", "data", "train"):
             for key, value in mine[section].items():
@@ -267,7 +279,7 @@ def _explain(fault: dict) -> str:
         return f"{where} is {shown}; it names a folder: letters, digits, '.', '_', '-', at most 63, a letter or digit first. Rename it."
     expected = {
         "literal_error": f"expected one of {limits.get('expected')}",
-        "int_type": "expected a whole number",
+        "int_type": "expected a size such as 512MiB, 2GiB" if where.endswith("_bytes") else "expected a whole number",
         "bool_type": "expected true or false",
         "model_type": "expected a section of keys and values",
         "float_parsing": "expected a number, or a time such as 90s, 30m, 2h" if where.endswith("_s") else "expected a number",

@@ -54,13 +54,18 @@ class FlatParameter:
         self.comm = self.chunk.comm = comm
 
     @property
-    def full_bytes(self) -> int:
+    def padded_bytes(self) -> int:
+        """Bytes of the full buffer while it is allocated."""
+        return self.layout.padded_numel * self._full.element_size()
+
+    @property
+    def allocated_bytes(self) -> int:
         """Bytes of the full buffer that are allocated now."""
         return self._full.untyped_storage().nbytes()
 
     def allocate(self) -> Tensor:
         """Allocate the full buffer and put this rank's chunk into its slice. Returns the buffer, (N*C,), ready for an in-place gather."""
-        self._full.untyped_storage().resize_(self.layout.padded_numel * self._full.element_size())
+        self._full.untyped_storage().resize_(self.padded_bytes)
         start, stop = self.layout.rank_range(self.rank)
         with torch.no_grad():
             self._full[start:stop].copy_(self.chunk)

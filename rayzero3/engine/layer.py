@@ -109,6 +109,11 @@ class Zero3Layer(nn.Module):
         return ([self.trainable] if self.trainable is not None else []) + self.frozen
 
     @property
+    def full_bytes(self) -> int:
+        """Bytes of the layer's own parameters while they are fetched, padding included."""
+        return sum(flat.padded_bytes for flat in self.flats)
+
+    @property
     def comm(self) -> Comm:
         """The communicator that this layer shares with the others of its order."""
         return self._order.comm
@@ -170,7 +175,7 @@ class Zero3Layer(nn.Module):
             self.cleanup_params()
 
     def start_reduce(self) -> None:
-        """Launch the reduce-scatter of the flat gradient. State: CHUNKED -> REDUCING.
+        """Launch the reduce-scatter of the flat gradient. State: CHUNKED, or FETCHED where the layer is kept so, -> REDUCING.
 
         A parameter without a gradient counts as zeros and is named in a warning, once.
         """
@@ -183,9 +188,9 @@ class Zero3Layer(nn.Module):
         self._pending = [self.comm.reduce_scatter(grad, self.label)]
 
     def finish_reduce(self) -> None:
-        """Add the reduced gradient to the chunk's gradient. State: REDUCING -> CHUNKED."""
+        """Add the reduced gradient to the chunk's gradient. State: REDUCING -> CHUNKED, or FETCHED where it came from there."""
         self.trainable.accumulate(self._pending.pop().wait(), self.comm.total_size if self._order.average else 1)
-        self._move(LayerState.CHUNKED)
+        self._move(LayerState.FETCHED if self.trainable.allocated_bytes else LayerState.CHUNKED)
 
     def backward_over(self) -> None:
         """Autograd has ended: the next gradient of a parameter belongs to another backward."""

@@ -56,6 +56,7 @@ class FetchOrder:
         self._called: list[Zero3Layer] = []
         self._learnt = False
         self.hold_gradients = False
+        self._kept: dict[int, Zero3Layer] = {}
         self._begin()
 
     def layers(self) -> list[Zero3Layer]:
@@ -74,7 +75,7 @@ class FetchOrder:
         if not self._in_backward:
             self._called = []
             for layer in self.layers():
-                layer.release()
+                self._release(layer)
             self._fetch_pinned()
 
     def end_forward(self) -> None:
@@ -114,7 +115,7 @@ class FetchOrder:
             return
         position = self._position[id(layer)]
         if not (recorded and self.keep_last and position == len(self._callers) - 1):
-            layer.cleanup_params()
+            self._cleanup(layer)
         if not recorded:
             for tied in layer.held:
                 if not any(tied in caller().held for caller in self._callers[position + 1 :]):
@@ -130,7 +131,7 @@ class FetchOrder:
 
     def backward_done(self, layer: Zero3Layer) -> None:
         """`layer` has its gradients: free its parameters and reduce all layers whose turn it is."""
-        layer.cleanup_params()
+        self._cleanup(layer)
         self._ready.add(id(layer))
         if not self.hold_gradients:
             self._reduce_ready()
@@ -145,6 +146,26 @@ class FetchOrder:
         for layer in self.layers():
             layer.drop()
         self._begin()
+
+    def keep(self, budget_bytes: int) -> None:
+        """From now on layers stay fetched once they are, as many as fit, those first whose fetches cost most. 0 frees them all."""
+        for layer in self._kept.values():
+            layer.release()
+        self._kept = {}
+        last = self._callers[-1]() if self.keep_last else None
+        traffic = {caller(): (1 if caller() is last else 2) * caller().full_bytes for caller in self._callers}
+        for layer in sorted(traffic, key=traffic.get, reverse=True):
+            if 0 < layer.full_bytes <= budget_bytes:
+                budget_bytes -= layer.full_bytes
+                self._kept[id(layer)] = layer
+
+    def _cleanup(self, layer: Zero3Layer) -> None:
+        if id(layer) not in self._kept:
+            layer.cleanup_params()
+
+    def _release(self, layer: Zero3Layer) -> None:
+        if id(layer) not in self._kept:
+            layer.release()
 
     def _set_order(self, layers: list[Zero3Layer]) -> None:
         self._callers = [weakref.ref(layer) for layer in layers]
@@ -185,7 +206,7 @@ class FetchOrder:
     def _end_of_backward(self) -> None:
         """Flush what no hook has reduced, with zeros where a gradient is missing; leave every layer CHUNKED."""
         for layer in reversed(self.layers()):
-            layer.release()
+            self._release(layer)
             if id(layer) not in self._ready:
                 self.backward_done(layer)
             layer.backward_over()

@@ -4,8 +4,8 @@
 |---|---|---|---|
 | CHUNKED | unreadable: storage of 0 bytes | may be filled, waiting for its turn | start_fetch, start_reduce |
 | FETCHING | allocated, a gather writes them | as before | fetch_params waits |
-| FETCHED | readable, in the compute dtype | filled by hooks in backward | cleanup_params |
-| REDUCING | unreadable | in flight; the chunk's gradient grows when it ends | finish_reduce |
+| FETCHED | readable, in the compute dtype | filled by hooks in backward | cleanup_params; start_reduce where the layer is kept fetched |
+| REDUCING | as before | in flight; the chunk's gradient grows when it ends | finish_reduce |
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class LayerState(Enum):
 TRANSITIONS = {
     LayerState.CHUNKED: {LayerState.FETCHING, LayerState.REDUCING},
     LayerState.FETCHING: {LayerState.FETCHED},
-    LayerState.FETCHED: {LayerState.CHUNKED},
-    LayerState.REDUCING: {LayerState.CHUNKED},
+    LayerState.FETCHED: {LayerState.CHUNKED, LayerState.REDUCING},
+    LayerState.REDUCING: {LayerState.CHUNKED, LayerState.FETCHED},
 }
 
 

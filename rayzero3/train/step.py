@@ -22,8 +22,9 @@ MASKED = -100
 
 def inputs_and_labels(ids: np.ndarray, tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """What the model reads and what it should say, each (R, S) int64; the labels of rows of padding (id -1) are masked."""
-    rows = torch.from_numpy(tokens.astype(np.int64)).to(device)
-    padding = torch.from_numpy(ids < 0).to(device)
+    rows, padding = torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(ids < 0)
+    if device.type == "cuda":
+        rows, padding = (tensor.pin_memory().to(device, non_blocking=True) for tensor in (rows, padding))
     return rows[:, :-1], rows[:, 1:].masked_fill(padding[:, None], MASKED)  # an assignment by mask would have the host wait for a GPU
 
 
@@ -52,14 +53,16 @@ def train_step(
     """
     valid = model.comm.sum_rows((labels != MASKED).sum().view(1), "valid tokens")
     optimizer.zero_grad()
-    total = torch.tensor([0.0, float(stop)], dtype=torch.float64, device=labels.device)
+    total = torch.zeros(2, dtype=torch.float64, device=labels.device)
+    total[1].fill_(stop)
     parts = list(zip(inputs.split(train.micro_batch), labels.split(train.micro_batch), strict=True))
-    for index, (part, targets) in enumerate(parts):
-        more = index < len(parts) - 1
-        with model.hold_gradients() if more and train.reduce_every == "step" else nullcontext():
-            loss = loss_sum(model, part, targets) / valid[0]
-            (loss if optimizer.scaler is None else loss * optimizer.scaler.scale).backward()
-        total[0] += loss.detach()
+    with model.keep_fetched(train.keep_fetched_bytes):
+        for index, (part, targets) in enumerate(parts):
+            more = index < len(parts) - 1
+            with model.hold_gradients() if more and train.reduce_every == "step" else nullcontext():
+                loss = loss_sum(model, part, targets) / valid[0]
+                (loss if optimizer.scaler is None else loss * optimizer.scaler.scale).backward()
+            total[0] += loss.detach()
     norm = optimizer.clip(train.clip_norm)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate

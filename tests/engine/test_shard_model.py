@@ -44,7 +44,7 @@ def compare(model, plain, loss_of, batches, rank, world_size, bound=2e-6):
         for name, parameter in named.items():
             wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             assert (found[name] - wanted).norm() <= bound * norm, name
-        assert sum(flat.full_bytes for layer in model.all_layers() for flat in layer.flats) == 0
+        assert sum(flat.allocated_bytes for layer in model.all_layers() for flat in layer.flats) == 0
         mine.step()
         theirs.step()
 
