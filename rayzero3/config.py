@@ -104,6 +104,11 @@ class TrainSection(Section):
     )
     recompute_every: CountOrZero = Field(0, description="every so many blocks keep only their inputs for backward and run again there; 0: none")
 
+    offload: bool = Field(False, description="fp32 chunks and Adam's state stay in host memory and are updated there: for models that fill the GPUs")
+    moment_dtype: Literal["fp32", "bf16"] = Field("fp32", description="dtype of Adam's two moments between steps; bf16 takes half the memory")
+    average_decay: float | None = Field(
+        None, gt=0, lt=1, description="keep an exponential moving average of the weights, 4 more bytes per parameter over N, and validate it too"
+    )
     keep_fetched_bytes: Size = Field(
         0, description="memory for layers that stay whole over the micro-batches of a step (512MiB, 2GiB): less traffic"
     )
@@ -170,10 +175,10 @@ class Job(Section):
     def differences(self, older: "Job") -> list[str]:
         """What a resumed run may not change, where `older` is the job that wrote the checkpoint.
 
-        May change: steps, micro-batch, when to reduce, recompute and fetch, workers, validation, checkpoint, and where data and storage lie. The schedule follows the new steps.
+        May change: steps, micro-batch, when to reduce, recompute and fetch, offloading, workers, validation, checkpoint, and where data and storage lie. The schedule follows the new steps.
         """
         mine, theirs = (job.model_dump(mode="json") for job in (self, older))
-        free = {("train", key) for key in ("steps", "micro_batch", "reduce_every", "recompute_every", "keep_fetched_bytes")} | {("data", "path")}
+        free = {("train", key) for key in ("steps", "micro_batch", "reduce_every", "recompute_every", "keep_fetched_bytes", "offload")} | {("data", "path")}
         found = [] if self.seed == older.seed else [f"seed: {older.seed} -> {self.seed}"]
         for section in ("model", "data", "train"):
             for key, value in mine[section].items():
@@ -253,6 +258,11 @@ def _cross_check(job: Job) -> None:
         faults.append(f"train.warmup_steps is {job.train.warmup}; it can't exceed train.steps, {job.train.steps}. Lower it, or leave it out.")
     if job.train.final_rate > job.train.learning_rate:
         faults.append(f"train.final_learning_rate is {job.train.final_rate}; it can't exceed train.learning_rate, {job.train.learning_rate}. Lower it.")
+    if job.train.moment_dtype == "bf16" and job.train.adam_betas[1] > 0.99:
+        faults.append(
+            f"train.adam_betas is {list(job.train.adam_betas)}; with moment_dtype bf16 the second must be at most 0.99, since smaller changes "
+            "than 2**-9 are lost. Try [0.9, 0.95], or moment_dtype: fp32."
+        )
     if not all(0 <= beta < 1 for beta in job.train.adam_betas):
         faults.append(f"train.adam_betas is {list(job.train.adam_betas)}; both must be at least 0 and below 1. Try [0.9, 0.95].")
     if faults:

@@ -22,7 +22,6 @@ from rayzero3.errors import CheckpointError
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-KINDS = ("parameter", "exp_avg", "exp_avg_sq")
 _FOLDER = re.compile(r"step-(\d+)\.attempt-(\d+)")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from rayzero3.checkpoint.format import KINDS, Entry, Manifest, Position, digest
+from rayzero3.checkpoint.format import Entry, Manifest, Position, digest
 from rayzero3.config import Job, parse_job
 from rayzero3.engine import Zero3Adam, Zero3Sequential
 from rayzero3.errors import CheckpointError
@@ -37,8 +37,8 @@ def load(folder: Path, manifest: Manifest, job: Job, model: Zero3Sequential, opt
                     targets |= optimizer.empty_state(flat.chunk, manifest.adam_updates)
                 for part in flat.layout.overlaps(flat.rank):
                     name = layer.full_name(part.name)
-                    for kind in KINDS if flat.trainable else KINDS[:1]:
-                        _read(files, f"{kind}/{name}", manifest.parameters[name], part.start, targets[kind][part.at : part.at + part.stop - part.start])
+                    for kind, target in targets.items():
+                        _read(files, f"{kind}/{name}", manifest.parameters[name], part.start, target[part.at : part.at + part.stop - part.start])
     if optimizer.scaler is not None:
         optimizer.scaler.restore(manifest.scaler)
     return Position(manifest.step, manifest.samples)

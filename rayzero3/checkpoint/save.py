@@ -41,7 +41,7 @@ def save(checkpoints: Path, job: Job, model: Zero3Sequential, optimizer: Zero3Ad
             report[1:] = torch.frombuffer(bytearray(_write(folder / rank_file(rank), _slices(model, optimizer))), dtype=torch.uint8)
     except (OSError, SafetensorError) as error:
         failure, report[0] = error, 1
-    device = optimizer.chunks[0].device
+    device = comm.device
     reports = comm.gather_rows(report.to(device), "checkpoint written").cpu()
     failed = reports[:, 0].int()
     if comm.replicas:
@@ -62,7 +62,7 @@ def _slices(model: Zero3Sequential, optimizer: Zero3Adam) -> dict[str, Tensor]:
         for flat in layer.flats:
             sources = {"parameter": flat.chunk.data}
             if flat.trainable:
-                sources |= {kind: optimizer.state[flat.chunk][kind] for kind in ("exp_avg", "exp_avg_sq")}
+                sources |= optimizer.tensors(flat.chunk)
             for part in flat.layout.overlaps(flat.rank):
                 for kind, source in sources.items():
                     found[f"{kind}/{layer.full_name(part.name)}"] = source[part.at : part.at + part.stop - part.start]

@@ -4,8 +4,9 @@ from rayzero3.engine.adam import Zero3Adam
 from rayzero3.engine.comm import hybrid_mesh
 from rayzero3.engine.gathered import gathered
 from rayzero3.engine.layer import Zero3Layer
+from rayzero3.engine.memory import Memory, predict
 from rayzero3.engine.scaler import LossScaler
 from rayzero3.engine.sequential import Zero3Sequential
 from rayzero3.engine.shard import shard_model
 
-__all__ = ["LossScaler", "Zero3Adam", "Zero3Layer", "Zero3Sequential", "gathered", "hybrid_mesh", "shard_model"]
+__all__ = ["LossScaler", "Memory", "Zero3Adam", "Zero3Layer", "Zero3Sequential", "gathered", "hybrid_mesh", "predict", "shard_model"]

@@ -78,8 +78,10 @@ def _fill_from_first(flat: FlatParameter, values: dict[str, Tensor], label: str)
     if flat.rank == 0:
         chunks = []
         for rank in range(flat.layout.world_size):
-            chunks.append(torch.zeros_like(flat.chunk.data))
+            chunks.append(torch.zeros_like(flat.chunk.data, device=flat.device))
             for part in flat.layout.overlaps(rank):
                 source = values[part.name].reshape(-1)[part.start : part.stop]
                 chunks[rank][part.at : part.at + source.numel()].copy_(source)
-    flat.comm.scatter_from_first(chunks, flat.chunk.data, label)
+    own = flat.chunk.data.to(flat.device)
+    flat.comm.scatter_from_first(chunks, own, label)
+    flat.chunk.data.copy_(own)

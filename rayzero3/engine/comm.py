@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rayzero3.engine.ledger import Ledger, new_key
-from rayzero3.engine.streams import streams_for
+from rayzero3.engine.streams import Launched, streams_for
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -100,6 +100,7 @@ class Comm:
         self.peers = [rank for rank in range(self.world_size) if rank != self.rank]
         self.bytes_sent: Counter[str] = Counter()
         self.ledger, self.streams = Ledger(self.rank, self.world_size), streams_for(self.device)
+        self._copying: tuple[Launched, tuple[Tensor | None, ...]] | None = None
         self._point_to_point = dist.get_backend(self.group) == "gloo"
 
     def watch(self) -> None:
@@ -110,11 +111,14 @@ class Comm:
         if self.replicas:
             self.replicas.watch()
 
-    def all_gather(self, full: Tensor, name: str) -> Pending:
-        """Fill every rank's slice of `full` in place; this rank's own slice is there already.
+    def all_gather(self, full: Tensor, name: str, prepare: Callable[[], None] | None = None) -> Pending:
+        """Fill every rank's slice of `full` in place.
 
         Shapes:
             full: (N*C,) any dtype.
+
+        Args:
+            prepare: Puts this rank's slice there, on the stream of the gather; None if it is there already.
 
         Cost: sends (N-1)*C elements per rank.
         """
@@ -123,6 +127,8 @@ class Comm:
         slices = full.split(chunk) if chunk else []
 
         def launch() -> Sequence[dist.Work]:
+            if prepare is not None:
+                prepare()
             if self._point_to_point:
                 return self._exchange([slices[self.rank]] * self.world_size, slices, entry)
             _all_gather(full, slices[self.rank], group=self.group)
@@ -214,6 +220,19 @@ class Comm:
         Pending(self, "fetch", entry, launch, lambda: (chunks, out)[1]).wait()
         if self.replicas:
             self.replicas.scatter_from_first([out] * self.replicas.world_size, out, name)
+
+    def copy_out(self, work: Callable[[], tuple], *sources: Tensor | None) -> Launched:
+        """Launch a copy from the device to the host on a stream of its own. `sources` are held until the next one, or `copied_out`, has waited for it."""
+        self.copied_out()
+        launched = self.streams.run("offload", work)
+        self._copying = (launched, sources)
+        return launched
+
+    def copied_out(self) -> None:
+        """Have the compute stream wait for the last copy to the host."""
+        if self._copying is not None:
+            self._copying[0].join()
+            self._copying = None
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], entry: str) -> list[dist.Work]:
         tag = _tag(entry)

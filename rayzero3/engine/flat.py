@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rayzero3.engine.comm import Comm
 from rayzero3.engine.layout import FlatLayout
+from rayzero3.engine.offload import Offload, host_empty
 
 
 class FlatParameter:
@@ -25,19 +26,30 @@ class FlatParameter:
         trainable: Whether the chunk gets gradients. A trainable chunk is the fp32 master; a frozen one keeps the dtype given.
         chunk_dtype: Dtype of the chunk.
         full_dtype: Dtype of the full parameters.
+        offload: Whether the chunk lies in host memory.
 
     Attributes:
         layout: The integers.
-        chunk: (C,) chunk_dtype, this rank's slice; zeros until filled. Its `parts` are (shape, start, stop) of the parameters in it.
+        device: Where the full parameters are.
         parameters: Name -> nn.Parameter, a view into the full buffer; readable only between `allocate` and `free`.
     """
 
     def __init__(
-        self, shapes: dict[str, tuple[int, ...]], comm: Comm, device: torch.device, trainable: bool, chunk_dtype: torch.dtype, full_dtype: torch.dtype
+        self,
+        shapes: dict[str, tuple[int, ...]],
+        comm: Comm,
+        device: torch.device,
+        trainable: bool,
+        chunk_dtype: torch.dtype,
+        full_dtype: torch.dtype,
+        offload: bool = False,
     ) -> None:
         self.layout, self.rank, self.trainable = FlatLayout.of(shapes, comm.world_size, comm.total_size // comm.world_size), comm.rank, trainable
         slots = {slot.name: slot for slot in self.layout.slots}
-        self.chunk = nn.Parameter(torch.zeros(self.layout.chunk_numel, dtype=chunk_dtype, device=device), requires_grad=trainable)
+        self.device, numel = device, self.layout.chunk_numel
+        values = host_empty(numel, chunk_dtype, device).zero_() if offload else torch.zeros(numel, dtype=chunk_dtype, device=device)
+        self._chunk = nn.Parameter(values, requires_grad=trainable)
+        self._chunk.offload = Offload(self._chunk) if offload else None
         self._full = torch.empty(self.layout.padded_numel, dtype=full_dtype, device=device)
         self.parameters = {
             slot.name: nn.Parameter(self._full.data[slot.offset : slot.end].view(slot.shape), requires_grad=trainable) for slot in self.layout.slots
@@ -45,13 +57,24 @@ class FlatParameter:
         self._slots = slots
         self._grad: Tensor | None = None
         self._written: set[str] = set()
-        self.chunk.parts = [(slots[part.name].shape, part.at, part.at + part.stop - part.start) for part in self.layout.overlaps(self.rank)]
+        self._chunk.parts = [(slots[part.name].shape, part.at, part.at + part.stop - part.start) for part in self.layout.overlaps(self.rank)]
         self.join(comm)
         self.free()
 
     def join(self, comm: Comm) -> None:
         """Use another communicator of the same ranks; the chunk carries it, for the optimizer's global norm."""
-        self.comm = self.chunk.comm = comm
+        self.comm = self._chunk.comm = comm
+
+    @property
+    def chunk(self) -> nn.Parameter:
+        """(C,) this rank's slice, zeros until filled, with the values of the last update. Its `parts` are (shape, start, stop) of the parameters in it."""
+        self.wait_updated()
+        return self._chunk
+
+    def wait_updated(self) -> None:
+        """Have the host wait for an update of an offloaded chunk that is under way; raises what that raised."""
+        if self._chunk.offload is not None:
+            self._chunk.offload.wait_updated()
 
     @property
     def padded_bytes(self) -> int:
@@ -64,12 +87,15 @@ class FlatParameter:
         return self._full.untyped_storage().nbytes()
 
     def allocate(self) -> Tensor:
-        """Allocate the full buffer and put this rank's chunk into its slice. Returns the buffer, (N*C,), ready for an in-place gather."""
+        """Allocate the full buffer, (N*C,), and return it."""
         self._full.untyped_storage().resize_(self.padded_bytes)
-        start, stop = self.layout.rank_range(self.rank)
-        with torch.no_grad():
-            self._full[start:stop].copy_(self.chunk)
         return self._full
+
+    @torch.no_grad()
+    def put_chunk(self) -> None:
+        """Put this rank's chunk into its slice of the full buffer, for an in-place gather."""
+        start, stop = self.layout.rank_range(self.rank)
+        self._full[start:stop].copy_(self.chunk.to(self.device, non_blocking=True))
 
     def free(self) -> None:
         """Give the full buffer's memory back. The views stay, unreadable until the next fetch."""
@@ -78,12 +104,12 @@ class FlatParameter:
     def take_changes(self) -> None:
         """Write back to the chunk what was changed in this rank's slice of the full parameter."""
         start, stop = self.layout.rank_range(self.rank)
-        own, kept = self._full[start:stop], self.chunk.data
+        own, kept = self._full[start:stop].to(self.chunk.device), self.chunk.data
         kept.copy_(torch.where(own == kept.to(own.dtype), kept, own.to(kept.dtype)))
 
     def gather_values(self, label: str) -> dict[str, Tensor]:
         """Every parameter at the chunk's precision, (shape) chunk dtype, on every rank. Costs the whole flat parameter in memory."""
-        full = self.chunk.data.new_empty(self.layout.padded_numel)
+        full = torch.empty(self.layout.padded_numel, dtype=self.chunk.dtype, device=self.device)
         start, stop = self.layout.rank_range(self.rank)
         full[start:stop] = self.chunk.data
         self.comm.all_gather(full, label).wait()
@@ -129,4 +155,7 @@ class FlatParameter:
     def accumulate(self, reduced: Tensor, divisor: int) -> None:
         """Add a reduced gradient, (C,) fp32, divided by `divisor`, to the chunk's gradient."""
         reduced = reduced.div_(divisor) if divisor != 1 else reduced
-        self.chunk.grad = reduced if self.chunk.grad is None else self.chunk.grad.add_(reduced)
+        if self.chunk.offload is not None:
+            self.chunk.offload.land(reduced, self.comm)
+        else:
+            self.chunk.grad = reduced if self.chunk.grad is None else self.chunk.grad.add_(reduced)

@@ -41,6 +41,7 @@ class Zero3Layer(nn.Module):
         name: First part of the parameters' names; Zero3Sequential gives the position if it is None.
         initialize: Fills one parameter; needed for modules on the meta device, and so is a name.
         seed: For `initialize`.
+        offload: Keep the chunks in host memory, where Zero3Adam updates them.
         recompute: Keep only the inputs for backward and run the module again there (activation checkpointing).
 
     Attributes:
@@ -72,6 +73,7 @@ class Zero3Layer(nn.Module):
         initialize: Initializer | None = None,
         seed: int = 0,
         recompute: bool = False,
+        offload: bool = False,
     ) -> None:
         super().__init__()
         comm = Comm(group, device)
@@ -79,7 +81,8 @@ class Zero3Layer(nn.Module):
             raise StateError(
                 "(rank, world_size)", (rank, world_size), f"this process is {(comm.total_rank, comm.total_size)} in its process group", "Pass those."
             )
-        self.module, self.name, self.device, self.dtype, self.recompute = module, name, torch.device(device), dtype, recompute
+        self.module, self.name, self.device, self.dtype = module, name, torch.device(device), dtype
+        self.recompute, self.offload = recompute, offload
         self.state = LayerState.CHUNKED
         self.trainable: FlatParameter | None = None
         self.frozen: list[FlatParameter] = []
@@ -158,8 +161,10 @@ class Zero3Layer(nn.Module):
     def start_fetch(self) -> None:
         """Launch the gather and return. State: CHUNKED -> FETCHING; no-op if FETCHING or FETCHED."""
         if self.state not in (LayerState.FETCHING, LayerState.FETCHED):
+            for flat in self.flats:
+                flat.wait_updated()
             self._move(LayerState.FETCHING)
-            self._pending = [self.comm.all_gather(flat.allocate(), self.label) for flat in self.flats]
+            self._pending = [self.comm.all_gather(flat.allocate(), self.label, flat.put_chunk) for flat in self.flats]
 
     def cleanup_params(self) -> None:
         """Free the full parameters, keep the chunks. State: FETCHED -> CHUNKED; no-op if CHUNKED."""
@@ -285,7 +290,8 @@ class Zero3Layer(nn.Module):
         self.trainable, self.frozen, self.places, views = None, [], Places(), {}
         for (frozen, chunk_dtype), values in sorted(groups.items(), key=lambda group: (group[0][0], str(group[0][1]))):
             shapes = {name: tuple(value.shape) for name, value in values.items()}
-            flat = FlatParameter(shapes, self.comm, self.device, not frozen, chunk_dtype, self.dtype if chunk_dtype.is_floating_point else chunk_dtype)
+            full_dtype = self.dtype if chunk_dtype.is_floating_point else chunk_dtype
+            flat = FlatParameter(shapes, self.comm, self.device, not frozen, chunk_dtype, full_dtype, self.offload)
             fill_chunk(flat, {name: value.detach() for name, value in values.items()}, self.label, initialize, seed)
             for name, value in values.items():
                 view = flat.parameters[name]

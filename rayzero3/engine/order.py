@@ -159,6 +159,12 @@ class FetchOrder:
                 budget_bytes -= layer.full_bytes
                 self._kept[id(layer)] = layer
 
+    def whole_bytes(self) -> tuple[int, list[int], int]:
+        """As in Zero3Model."""
+        callers = [caller() for caller in self._callers]
+        constant = sum(layer.full_bytes for layer in self.layers() if layer not in callers)
+        return constant, [layer.full_bytes for layer in callers], callers[-1].full_bytes if self.keep_last else 0
+
     def _cleanup(self, layer: Zero3Layer) -> None:
         if id(layer) not in self._kept:
             layer.cleanup_params()

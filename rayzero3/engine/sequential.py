@@ -44,6 +44,15 @@ class Zero3Model(nn.Module):
         """The layers and those of tied weights, each once, in fetch order."""
         return self._order.layers()
 
+    @property
+    def prefetch(self) -> int:
+        """Layers fetched ahead of the one that computes."""
+        return self._order.prefetch
+
+    def whole_bytes(self) -> tuple[int, list[int], int]:
+        """Bytes of full parameters: of pinned and tied ones together, of each other layer, of the last, which stays from its forward to its backward."""
+        return self._order.whole_bytes()
+
     def get_trainable_chunk(self) -> list[nn.Parameter]:
         """This rank's trainable chunks, each (C,) fp32, tied weights once: what the optimizer takes."""
         return [layer.trainable.chunk for layer in self.all_layers() if layer.trainable is not None]

@@ -52,6 +52,7 @@ def shard_model(
     group: Group = None,
     initialize: Initializer | None = None,
     seed: int = 0,
+    offload: bool = False,
     prefetch: int = 1,
     average: bool = True,
 ) -> ShardedModel:
@@ -64,7 +65,7 @@ def shard_model(
     Args:
         model: The module; it is changed in place. Weights may be tied, modules may stand in several places.
         layers: Globs for the names of the blocks, such as `model.layers.*`.
-        device, dtype, group, initialize, seed: As in Zero3Layer. Names are those of `model`.
+        device, dtype, group, initialize, seed, offload: As in Zero3Layer. Names are those of `model`.
         pin: Globs for the names of parameters that are pinned.
         prefetch, average: As in Zero3Model.
 
@@ -73,7 +74,7 @@ def shard_model(
     """
     comm = Comm(group)
     rank, world_size = comm.total_rank, comm.total_size
-    shared = {"device": device, "dtype": dtype, "group": group, "initialize": initialize, "seed": seed}
+    shared = {"device": device, "dtype": dtype, "group": group, "initialize": initialize, "seed": seed, "offload": offload}
     blocks = _blocks(model, layers)
     inside = {id(part) for block in blocks.values() for part in block.modules()}
     pinned = _pin(model, pin, inside, rank, world_size, shared)

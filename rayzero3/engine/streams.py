@@ -28,10 +28,12 @@ class Launched:
     Attributes:
         join: Has the compute stream wait for it.
         done: Whether it is over, asked without waiting; None where only a wait can tell.
+        synchronize: Has the host wait for it.
     """
 
     join: Callable[[], None]
     done: Callable[[], bool] | None
+    synchronize: Callable[[], None]
 
 
 class HostStreams:
@@ -50,7 +52,7 @@ class HostStreams:
             for part in works:
                 part.wait()
 
-        return Launched(join, None)
+        return Launched(join, None, join)
 
 
 class CudaStreams:
@@ -76,7 +78,7 @@ class CudaStreams:
             for part in works:
                 part.wait()  # has this stream wait, not the host
         done = stream.record_event()
-        return Launched(lambda: self._cuda.current_stream(self._device).wait_event(done), done.query)
+        return Launched(lambda: self._cuda.current_stream(self._device).wait_event(done), done.query, done.synchronize)
 
 
 def streams_for(device: torch.device) -> HostStreams | CudaStreams:

@@ -58,7 +58,7 @@ def _split_off(layer: Zero3Layer, name: str) -> Zero3Layer:
     moved = parameters[id(layer.module.get_parameter(name))]
     replace(layer.module, parameters)
     comm = layer.comm
-    tied = type(layer)(TiedWeight(name, moved), comm.total_rank, comm.total_size, layer.device, layer.dtype, group=comm.given, name=layer.name)
+    tied = type(layer)(TiedWeight(name, moved), comm.total_rank, comm.total_size, layer.device, layer.dtype, group=comm.given, name=layer.name, offload=layer.offload)
     _hold(layer, tied, {id(moved): name})
     layer.shard()
     return tied

@@ -59,13 +59,29 @@ def build(job: Job, vocab_size: int, rank: int, world_size: int, device: torch.d
         again = block and train.recompute_every > 0 and index % train.recompute_every == 0
         layers.append(
             Zero3Layer(
-                module, rank, world_size, device, dtype, group=group, name=str(index), initialize=initialize, seed=job.seed, recompute=again
+                module, rank, world_size, device, dtype, group=group, name=str(index), initialize=initialize, seed=job.seed, offload=train.offload, recompute=again
             )
         )
     model = Zero3Sequential(layers, average=False)
     scaler = LossScaler(device) if dtype is torch.float16 else None
-    optimizer = Zero3Adam(model.get_trainable_chunk(), train.learning_rate, train.adam_betas, train.adam_eps, train.weight_decay, scaler)
+    optimizer = Zero3Adam(
+        model.get_trainable_chunk(),
+        train.learning_rate,
+        train.adam_betas,
+        train.adam_eps,
+        train.weight_decay,
+        scaler,
+        DTYPES[train.moment_dtype],
+        train.average_decay,
+    )
     return model, optimizer
+
+
+def dtypes(job: Job) -> str:
+    """The dtypes in force, for people."""
+    train = job.train
+    sent = train.compute_dtype if train.reduce_every == "micro_batch" else "fp32"
+    return f"parameters fp32, compute {train.compute_dtype}, gradients sent in {sent} and summed in fp32, moments {train.moment_dtype}"
 
 
 def steps(

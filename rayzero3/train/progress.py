@@ -71,9 +71,11 @@ class Progress:
     def _event_line(self, event: dict[str, Any]) -> str:
         if event["event"] == "start":
             what = "started" if event["checkpoint"] is None else f"goes on after step {event['step']}, from {event['checkpoint']}"
-            return f"attempt {event['attempt']} {what} on {event['workers']} {event['device'].split(':')[0]} workers"
+            first = f"attempt {event['attempt']} {what} on {event['workers']} {event['device'].split(':')[0]} workers"
+            return f"{first}\n  dtypes: {event['dtypes']}\n  memory of each worker: {event['memory']}"
         if event["event"] == "validation":
-            return f"step {event['step']}  validation loss {event['loss']:.4f}"
+            average = f", of the averaged weights {event['average_loss']:.4f}" if "average_loss" in event else ""
+            return f"step {event['step']}  validation loss {event['loss']:.4f}{average}"
         return f"step {event['step']}  checkpoint {Path('checkpoints', event['folder'])}"
 
 

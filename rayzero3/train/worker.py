@@ -6,6 +6,7 @@ import json
 import os
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from rayzero3.checkpoint.save import save
 from rayzero3.config import Job, parse_job
 from rayzero3.data.manifest import Manifest
 from rayzero3.data.stream import training_batches, validation_batches
-from rayzero3.engine import Zero3Adam, Zero3Sequential
-from rayzero3.train.loop import build, steps
+from rayzero3.engine import Zero3Adam, Zero3Sequential, predict
+from rayzero3.train.loop import build, dtypes, steps
 from rayzero3.train.metrics import Gauges, Metrics
 from rayzero3.train.run import Run
 from rayzero3.train.step import validation_loss
@@ -67,7 +68,7 @@ class Worker:
             if validate or checkpoint:
                 stop = metrics.flush() or stop
             if validate:
-                self._validate(model)
+                self._validate(model, optimizer)
             if checkpoint or stop:
                 self._checkpoint(model, optimizer, Position(result.step, result.samples))
             if stop:
@@ -103,7 +104,16 @@ class Worker:
         if self.rank == 0:
             self.run.forget_after(step)
             source = folder.name if folder else None
-            self.run.event("start", attempt=self.attempt, step=step, checkpoint=source, workers=self.world_size, device=str(self.device))
+            self.run.event(
+                "start",
+                attempt=self.attempt,
+                step=step,
+                checkpoint=source,
+                workers=self.world_size,
+                device=str(self.device),
+                dtypes=dtypes(self.job),
+                memory=str(predict(model, optimizer, self.job.train.reduce_every == "step", self.job.train.keep_fetched_bytes)),
+            )
             prune(self.run.checkpoints, self.job.checkpoint.keep, self.attempt)
         return position
 
@@ -122,14 +132,23 @@ class Worker:
             self.data_cpus,
         )
 
-    def _validate(self, model: Zero3Sequential) -> None:
+    def _validate(self, model: Zero3Sequential, optimizer: Zero3Adam) -> None:
         job = self.job
-        batches = validation_batches(
-            job.data.path, job.data.sequence_length, job.validation.samples, job.train.micro_batch, self.rank, self.world_size
+        batches = partial(
+            validation_batches,
+            job.data.path,
+            job.data.sequence_length,
+            job.validation.samples,
+            job.train.micro_batch,
+            self.rank,
+            self.world_size,
         )
-        loss = validation_loss(model, batches, self.device)
+        losses = {"loss": validation_loss(model, batches(), self.device)}
+        if job.train.average_decay is not None:
+            with optimizer.averaged():
+                losses["average_loss"] = validation_loss(model, batches(), self.device)
         if self.rank == 0:
-            self.run.event("validation", attempt=self.attempt, step=self.step, loss=loss)
+            self.run.event("validation", attempt=self.attempt, step=self.step, **losses)
 
     def _checkpoint(self, model: Zero3Sequential, optimizer: Zero3Adam, position: Position) -> None:
         folder = save(self.run.checkpoints, self.job, model, optimizer, position, self.attempt)

@@ -103,3 +103,55 @@ def test_too_many_skips_in_a_row_are_an_error():
     assert again.numbers() == scaler.numbers() == {"scale": 8192.0, "skips": 3, "good": 0}
     scaler.learn(torch.tensor(0.0))
     scaler.check()
+
+
+def moving_average(rank, world_size):
+    """Ours against the definition; a skipped step moves nothing; inside `averaged` the model computes with it."""
+    plain = nn.Sequential(*language_model())
+    model = shard(language_model(), rank, world_size)
+    optimizer = Zero3Adam(model.get_trainable_chunk(), lr=1e-2, average_decay=0.9)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    average = {name: value.detach().clone() for name, value in plain.named_parameters()}
+    for step in range(6):
+        batch, factor = tokens(step, 2), torch.inf if step == 3 else 1.0
+        optimizer.zero_grad()
+        reference.zero_grad()
+        (mean_loss(model, batch) * factor).backward()
+        optimizer.clip()
+        optimizer.step()
+        if step != 3:
+            mean_loss(plain, batch).backward()
+            reference.step()
+            for name, value in plain.named_parameters():
+                average[name].lerp_(value.detach(), 0.1)
+    now = full_values(model)
+    with optimizer.averaged():
+        for name, value in full_values(model).items():
+            torch.testing.assert_close(value, average[name], rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(value, now[name]) for name, value in full_values(model).items()), "the weights are back"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_moving_average_is_that_of_the_weights_and_a_skipped_step_leaves_it(world_size):
+    run_ranks(moving_average, world_size)
+
+
+def half_moments(rank, world_size, moment_dtype):
+    model = shard(language_model(), rank, world_size)
+    optimizer = Zero3Adam(model.get_trainable_chunk(), lr=1e-2, betas=(0.9, 0.95), moment_dtype=moment_dtype)
+    losses = []
+    for step in range(40):
+        optimizer.zero_grad()
+        loss = mean_loss(model, tokens(step % 4, 4))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    moments = [value for chunk in optimizer.chunks for value in optimizer.tensors(chunk).values()]
+    return losses, sum(value.nbytes for value in moments), sum(chunk.numel() for chunk in optimizer.chunks)
+
+
+def test_bf16_moments_take_half_the_memory_and_follow_fp32():
+    whole, half = (run_ranks(half_moments, 2, dtype)[0] for dtype in (torch.float32, torch.bfloat16))
+    assert whole[1] == 8 * whole[2] and half[1] == 4 * half[2]
+    assert half[0] == pytest.approx(whole[0], rel=2e-2)
+    assert whole[0][-1] < 0.7 * whole[0][0]

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from rayzero3.engine import Zero3Adam
+from rayzero3.engine import Zero3Adam, predict
 from rayzero3.engine.layout import CHUNK_ALIGNMENT, SLOT_ALIGNMENT
 from tests.engine.models import language_model, mean_loss, shard, tokens
 from tests.ranks import run_ranks
@@ -73,3 +73,51 @@ def sent_bytes(rank, world_size):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_bytes_sent_are_the_formula(world_size):
     run_ranks(sent_bytes, world_size)
+
+
+OPTIONS = {
+    "plain": {},
+    "bf16 moments and an average": {"moment_dtype": torch.bfloat16, "average_decay": 0.9},
+}
+
+
+def predicted(rank, world_size, options):
+    """The prediction, a census between steps and in a step, and the most bytes of full parameters and full gradients that were seen."""
+    model = shard(language_model(tied=True), rank, world_size)
+    optimizer = Zero3Adam(model.get_trainable_chunk(), **options)
+    flats = [flat for layer in model.all_layers() for flat in layer.flats]
+    most = {"layers": 0, "flat gradients": 0}
+
+    def look(*_):
+        most["layers"] = max(most["layers"], sum(flat.allocated_bytes for flat in flats))
+        most["flat gradients"] = max(most["flat gradients"], sum(flat._grad.nbytes for flat in flats if flat._grad is not None))
+
+    for layer in model.layers:
+        layer.module.register_forward_hook(look)
+        layer.module.register_full_backward_hook(look)
+    for step in range(2):
+        mean_loss(model, tokens(step, 2)).backward()
+        if step == 1:
+            in_step = census()
+        optimizer.step()
+        optimizer.zero_grad()
+    return predict(model, optimizer), census(), in_step, most
+
+
+def census():
+    found = {}
+    for tensor in gc.get_objects():
+        if isinstance(tensor, torch.Tensor) and tensor.numel() > 1 and tensor.dtype is not torch.int64:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_printed_prediction_is_what_is_held(world_size, options):
+    for memory, between, in_step, most in run_ranks(predicted, world_size, OPTIONS[options]):
+        assert between == memory.between_steps
+        assert in_step == memory.between_steps + memory.gradients
+        assert memory.layers * 0.6 <= most["layers"] <= memory.layers
+        assert 0 < most["flat gradients"] <= memory.flat_gradients
+        assert f"{memory.per_parameter} bytes x {memory.parameters:,} / {world_size}" in str(memory)
