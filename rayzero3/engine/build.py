@@ -19,6 +19,11 @@ Initializer = Callable[[str, Tensor, torch.Generator], None]
 """`initialize(name, tensor, generator)` fills one full parameter, (shape) fp32 on the CPU, in place."""
 
 
+def plain_name(name: str) -> str:
+    """A parameter's or module's name as it is without torch.compile, which puts a module between."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 def full_name(label: str, name: str) -> str:
     """A parameter's name in the model, from its layer's and its own."""
     return f"{label}.{name}" if label else name

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from rayzero3.engine.build import Initializer, check_buffers, fill_chunk, full_name
+from rayzero3.engine.build import Initializer, check_buffers, fill_chunk, full_name, plain_name
 from rayzero3.engine.calls import Call
 from rayzero3.engine.comm import Comm, Group, Pending
 from rayzero3.engine.flat import FlatParameter
@@ -33,7 +33,7 @@ class Zero3Layer(nn.Module):
     another Zero3Layer already holds is tied: it moves into a layer of its own that both hold.
 
     Args:
-        module: The module; its parameters are replaced by views.
+        module: The module; its parameters are replaced by views. To compile, pass `torch.compile(module)` or call `module.compile()` first.
         rank, world_size: Of this process; must be those of the process group.
         device: Where it computes and where the chunks lie.
         dtype: Compute dtype: fp32, bf16 or fp16. Trainable chunks are fp32 whatever it is; frozen ones keep the parameter's dtype.
@@ -283,7 +283,7 @@ class Zero3Layer(nn.Module):
     def shard(self, initialize: Initializer | None = None, seed: int = 0) -> None:
         """Replace the module's own parameters by views of flat parameters, and fill the chunks; those that other layers hold stay theirs."""
         groups: dict[tuple[bool, torch.dtype], dict[str, nn.Parameter]] = {}
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in ((plain_name(name), parameter) for name, parameter in self.module.named_parameters()):
             if not isinstance(parameter, ChunkedParameter):
                 trainable = parameter.requires_grad
                 groups.setdefault((not trainable, torch.float32 if trainable else parameter.dtype), {})[name] = parameter

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayzero3.engine.build import Initializer
+from rayzero3.engine.build import Initializer, plain_name
 from rayzero3.engine.comm import Comm, Group
 from rayzero3.engine.layer import Zero3Layer
 from rayzero3.engine.sequential import Zero3Model
@@ -81,9 +81,11 @@ def shard_model(
     made: dict[int, Zero3Layer] = {}
     for name, module in list(model.named_modules()):
         whole = name in blocks
-        leaf = id(module) not in inside and any(True for _ in module.parameters(recurse=False)) and not any(True for _ in module.children())
+        core = module._modules.get("_orig_mod", module)  # what torch.compile wraps
+        leaf = id(module) not in inside and any(True for _ in core.parameters(recurse=False)) and not any(True for _ in core.children())
         if (whole or leaf) and id(module) not in made:
-            made[id(module)] = Zero3Layer(module, rank, world_size, name=name, **shared)
+            inside.add(id(core))
+            made[id(module)] = Zero3Layer(module, rank, world_size, name=plain_name(name), **shared)
     for parent in [part for part in model.modules() if not isinstance(part, Zero3Layer)]:
         for attribute, child in parent._modules.items():
             if id(child) in made and parent is not made[id(child)]:
@@ -118,7 +120,7 @@ def _pin(model: nn.Module, globs: tuple[str, ...], inside: set[int], rank: int, 
         owner = model.get_submodule(path)
         homeless = id(owner) not in inside and any(True for _ in owner.children())
         if homeless or any(fnmatch.fnmatchcase(name, glob) for glob in globs):
-            layer = Zero3Layer(TiedWeight(leaf, parameter), rank, world_size, name=path, **shared)
+            layer = Zero3Layer(TiedWeight(leaf, parameter), rank, world_size, name=plain_name(path), **shared)
             layer.lend(model, {id(parameter): leaf})
             pinned.append(layer)
     return pinned
