@@ -4,11 +4,13 @@ Letters: N = world size, C = elements of one chunk.
 
 Note: why gloo's own collectives are not used. gloo's reduce_scatter sends the volume of an all-reduce, hides a full-size temporary and
 sums in the dtype that travels. Point-to-point messages straight into the flat buffer send (N-1)*C elements per rank, which is the
-least possible, and the sum is ours: fp32, in rank order, the same bits whatever arrives first.
+least possible, and the sum is ours: fp32, in rank order, the same bits whatever arrives first. Where all ranks are on one host, they
+exchange the same slices through a board instead, once `watch` has found out: nothing is sent, and the bits stay the same.
 """
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rayzero3.engine.board import Board, Post
 from rayzero3.engine.ledger import Ledger, new_key
 from rayzero3.engine.streams import Launched, streams_for
 
@@ -32,7 +35,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 class Pending:
     """A collective in flight. `wait()` may be called more than once; only the first call does something."""
 
-    def __init__(self, comm: Comm, side: str, entry: str, launch: Callable[[], Sequence[dist.Work]], finish: Callable[[], Tensor]) -> None:
+    def __init__(self, comm: Comm, side: str, entry: str, launch: Callable[[], Sequence[dist.Work | Post]], finish: Callable[[], Tensor]) -> None:
         self._ledger, self._entry, self._finish = comm.ledger, entry, finish
         self._result: Tensor | None = None
         try:
@@ -85,7 +88,7 @@ class Comm:
         total_rank, total_size: Of this process among all.
         given: The group as it was given.
         replicas: The ranks of all copies that hold the same chunks, or None.
-        bytes_sent: Bytes that this rank sent, by kind of collective.
+        bytes_sent: Bytes that this rank sent, by kind of collective, or would have sent where its peers read them from its memory.
         ledger: What was launched.
         streams: Where it runs.
     """
@@ -102,14 +105,37 @@ class Comm:
         self.ledger, self.streams = Ledger(self.rank, self.world_size), streams_for(self.device)
         self._copying: tuple[Launched, tuple[Tensor | None, ...]] | None = None
         self._point_to_point = dist.get_backend(self.group) == "gloo"
+        self._board: Board | None = None
 
     def watch(self) -> None:
-        """From now on, have ranks that launched different collectives fail within seconds. Every rank calls it together."""
+        """From now on, have ranks that launched different collectives fail within seconds, and those of one host read each other's memory.
+
+        Every rank calls it together.
+        """
         own = torch.full((1,), new_key() if self.rank == 0 else 0, dtype=torch.int64, device=self.device)
-        abort, group = (_abort_gloo, self.group) if self._point_to_point else (_abort, self.group)
-        self.ledger.watch(int(self.gather_rows(own, "ledger")[0]), lambda: abort(group))
+        key, abort, group = int(self.gather_rows(own, "ledger")[0]), _abort_gloo if self._point_to_point else _abort, self.group
+        board = self._board = self._meet() if self._point_to_point and self.device.type == "cpu" and self.world_size > 1 else None
+        if board is not None:
+            weakref.finalize(self, board.close)
+        self.ledger.watch(key, lambda: (board and board.abort(), abort(group)))
         if self.replicas:
             self.replicas.watch()
+
+    def settle(self, tensor: Tensor) -> None:
+        """Wait until no peer reads from a tensor's memory any more: before it is freed or changed, after the wait for what it was lent for.
+
+        Raises:
+            CollectiveError: as in `Pending.wait`.
+        """
+        if self._board is None or (post := self._board.lent(tensor)) is None:
+            return
+        self.ledger.opens(post.entry, None)
+        try:
+            post.settle()
+        except Exception as error:  # as above
+            raise self.ledger.explain(post.entry, error) from error
+        finally:
+            self.ledger.closes()
 
     def all_gather(self, full: Tensor, name: str, prepare: Callable[[], None] | None = None) -> Pending:
         """Fill every rank's slice of `full` in place.
@@ -152,7 +178,13 @@ class Comm:
         if self._point_to_point:
             outgoing = full.split(chunk)
             incoming = [outgoing[rank] if rank == self.rank else full.new_empty(chunk) for rank in range(self.world_size)]
-            return Pending(self, "reduce", entry, lambda: self._exchange(outgoing, incoming, entry), lambda: self._between(_sum_in_order(incoming), name))
+
+            def finish() -> Tensor:
+                total = _sum_in_order(incoming)
+                self.settle(full)
+                return self._between(total, name)
+
+            return Pending(self, "reduce", entry, lambda: self._exchange(outgoing, incoming, entry), finish)
         total = full.new_empty(chunk, dtype=torch.float32)
 
         def launch() -> Sequence[dist.Work]:
@@ -174,6 +206,7 @@ class Comm:
             part = self.replicas.reduce_scatter(total, name).wait()
             total.split(part.numel())[self.replicas.rank].copy_(part)
             self.replicas.all_gather(total, name).wait()
+            self.replicas.settle(total)
         return total
 
     def gather_rows(self, row: Tensor, name: str) -> Tensor:
@@ -185,7 +218,9 @@ class Comm:
         """
         rows = row.new_empty(self.world_size, row.numel())
         rows[self.rank] = row
-        return self.all_gather(rows.view(-1), name).wait().view(self.world_size, -1)
+        self.all_gather(rows.view(-1), name).wait()
+        self.settle(rows)
+        return rows
 
     def sum_rows(self, row: Tensor, name: str, one_copy: bool = False) -> Tensor:
         """Sum of every rank's row, in rank order, in the row's dtype. Shapes as in `gather_rows`, result (K,).
@@ -234,10 +269,19 @@ class Comm:
             self._copying[0].join()
             self._copying = None
 
-    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], entry: str) -> list[dist.Work]:
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], entry: str) -> Sequence[dist.Work | Post]:
+        if self._board is not None:
+            return [self._board.exchange(outgoing, incoming, entry)]
         tag = _tag(entry)
         works = [dist.irecv(incoming[peer], group=self.group, group_src=peer, tag=tag) for peer in self.peers]
         return works + [dist.isend(outgoing[peer], group=self.group, group_dst=peer, tag=tag) for peer in self.peers]
+
+    def _meet(self) -> Board | None:
+        def share(numbers: list[int]) -> list[list[int]]:
+            return self.gather_rows(torch.tensor(numbers), "board").tolist()
+
+        backend = (self.group or dist.distributed_c10d._get_default_group())._get_backend(self.device)
+        return Board.meet(self.rank, self.world_size, backend.options._timeout.total_seconds(), share)
 
     def _enter(self, kind: str, name: str, sent_bytes: int) -> str:
         self.bytes_sent[kind] += sent_bytes

@@ -98,8 +98,13 @@ class FlatParameter:
         self._full[start:stop].copy_(self.chunk.to(self.device, non_blocking=True))
 
     def free(self) -> None:
-        """Give the full buffer's memory back. The views stay, unreadable until the next fetch."""
+        """Give the full buffer's memory back, once no peer reads from it. The views stay, unreadable until the next fetch."""
+        self.settle()
         self._full.untyped_storage().resize_(0)
+
+    def settle(self) -> None:
+        """Wait until the full buffer may be written to: until then peers may still read this rank's slice of it."""
+        self.comm.settle(self._full)
 
     def take_changes(self) -> None:
         """Write back to the chunk what was changed in this rank's slice of the full parameter."""
@@ -113,6 +118,7 @@ class FlatParameter:
         start, stop = self.layout.rank_range(self.rank)
         full[start:stop] = self.chunk.data
         self.comm.all_gather(full, label).wait()
+        self.comm.settle(full)
         return {slot.name: full[slot.offset : slot.end].view(slot.shape).clone() for slot in self.layout.slots}
 
     def write_grad(self, name: str, dtype: torch.dtype) -> None:

@@ -23,6 +23,8 @@ def gathered(layer: Zero3Layer) -> Iterator[nn.Module]:
     members = (*layer.held, layer)
     for member in members:
         member.fetch_params()
+    for flat in [flat for member in members for flat in member.flats]:
+        flat.settle()
     try:
         with torch.no_grad():
             yield layer.module
