@@ -17,7 +17,8 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -39,10 +40,15 @@ class Post:
         self._board, self._sources, self._readers = board, list(board.peers), list(board.peers)
 
     def wait(self) -> None:
-        """Read from every peer as soon as it has posted. Raises RuntimeError: it is gone, at another collective, silent, or told to abort."""
-        while self._sources:
-            self._board.copy(self._sources[-1], self)
-            self._sources.pop()
+        """Read from every peer as soon as it has posted; what was posted earlier first, so that no peer waits for that in vain.
+
+        Raises:
+            RuntimeError: a peer is gone, at another collective, or silent; or this rank was told to abort.
+        """
+        for post in self._board.unread_until(self.number):
+            while post._sources:
+                self._board.copy(post._sources[-1], post)
+                post._sources.pop()
 
     def settle(self) -> None:
         """Wait until every peer has read, or is gone. After `wait` only: where all ranks read first, none waits for one that waits for it."""
@@ -72,6 +78,7 @@ class Board:
         self._neighbours: list[Neighbour] = []
         self._count = 0
         self._slots: list[Post | None] = [None] * SLOTS
+        self._unread: deque[Post] = deque()
         self._lent: dict[int, Post] = {}
         self._aborted = False
         self._lock = threading.Lock()
@@ -116,7 +123,9 @@ class Board:
             oldest.wait()
             oldest.settle()
         self._count += 1
-        post = self._slots[slot] = self._lent[_storage(outgoing[0])] = Post(self, self._count, entry, outgoing, incoming)
+        post = self._lent[_storage(outgoing[0])] = Post(self, self._count, entry, outgoing, incoming)
+        self._slots[slot] = post
+        self._unread.append(post)
         address, size, at = outgoing[0].data_ptr(), outgoing[0].nbytes, self._post_at(self.rank, post.number)
         self._fence()
         self._words[at], self._words[at + 1], self._words[at + 2] = address, size, post.tag
@@ -126,6 +135,12 @@ class Board:
     def lent(self, tensor: Tensor) -> Post | None:
         """The post that lends `tensor`, or a part of it, and is not settled."""
         return self._lent.get(_storage(tensor))
+
+    def unread_until(self, number: int) -> Iterator[Post]:
+        """This rank's posts up to a number under which it has not read yet, in order."""
+        while self._unread and self._unread[0].number <= number:
+            yield self._unread[0]
+            self._unread.popleft()
 
     def abort(self) -> None:
         """End every wait of this rank, from another thread."""

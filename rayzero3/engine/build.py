@@ -1,4 +1,4 @@
-"""From a module to chunks: rank 0's values scattered, or, on the meta device, each parameter initialised from (seed, name).
+"""From a module to chunks: rank 0's values scattered, or, on the meta device, each parameter initialised from (seed, name) or read in parts.
 
 A parameter that is initialised is never a function of rank or world size, and no rank ever holds more of the model than its chunks and
 one full parameter.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from rayzero3.engine.comm import Comm
 from rayzero3.engine.flat import FlatParameter
+from rayzero3.engine.places import ChunkedParameter
 from rayzero3.errors import StateError
 
 Initializer = Callable[[str, Tensor, torch.Generator], None]
@@ -22,6 +25,16 @@ Initializer = Callable[[str, Tensor, torch.Generator], None]
 def plain_name(name: str) -> str:
     """A parameter's or module's name as it is without torch.compile, which puts a module between."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+_READ_NUMEL = 2**18
+
+
+class Weights(Protocol):
+    """Values that are read in parts, such as those of a file."""
+
+    def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of a flattened parameter, 1-D, any dtype."""
 
 
 def full_name(label: str, name: str) -> str:
@@ -51,12 +64,34 @@ def check_buffers(module: nn.Module, label: str, device: torch.device) -> None:
             owner._buffers[name] = buffer.to(device)
 
 
-def fill_chunk(flat: FlatParameter, values: dict[str, Tensor], label: str, initialize: Initializer | None, seed: int) -> None:
+def flat_parameters(
+    module: nn.Module, comm: Comm, device: torch.device, dtype: torch.dtype, offload: bool
+) -> list[tuple[FlatParameter, dict[str, nn.Parameter]]]:
+    """The flat parameters of a module, the trainable one first, then one for each dtype of frozen ones; and the parameters that go into each.
+
+    Parameters that another layer holds are left out.
+    """
+    groups: dict[tuple[bool, torch.dtype], dict[str, nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, ChunkedParameter):
+            trainable = parameter.requires_grad
+            groups.setdefault((not trainable, torch.float32 if trainable else parameter.dtype), {})[plain_name(name)] = parameter
+    made = []
+    for (frozen, chunk_dtype), values in sorted(groups.items(), key=lambda group: (group[0][0], str(group[0][1]))):
+        shapes = {name: tuple(value.shape) for name, value in values.items()}
+        full_dtype = dtype if chunk_dtype.is_floating_point else chunk_dtype
+        made.append((FlatParameter(shapes, comm, device, not frozen, chunk_dtype, full_dtype, offload), values))
+    return made
+
+
+def fill_chunk(flat: FlatParameter, values: dict[str, Tensor], label: str, initialize: Initializer | Weights | None, seed: int) -> None:
     """Fill a flat parameter's chunk.
 
     Args:
-        values: Name -> full parameter, of the shapes in flat's layout. On the meta device they are initialised, else rank 0's count.
+        values: Name -> full parameter, of the shapes in flat's layout. On the meta device they are initialised or read, else rank 0's count.
         label: Name of the layer; a parameter's full name starts with it.
+
+    Cost: while a parameter is initialised, the whole of it in fp32; while it is read, a MiB or two.
 
     Raises:
         StateError: values on the meta device and no `initialize`, or a parameter that it left not finite.
@@ -69,8 +104,14 @@ def fill_chunk(flat: FlatParameter, values: dict[str, Tensor], label: str, initi
         names = ", ".join(full_name(label, name) for name in sorted(on_meta))
         raise StateError(names, "on the meta device", "it has no values", "Pass initialize=, and put all of the layer on the meta device.")
     for overlap in flat.layout.overlaps(flat.rank):
-        name = full_name(label, overlap.name)
-        full = torch.full(values[overlap.name].shape, torch.nan)
+        name, shape = full_name(label, overlap.name), tuple(values[overlap.name].shape)
+        if not callable(initialize):
+            for start in range(overlap.start, overlap.stop, _READ_NUMEL):
+                part = initialize.read(name, shape, start, min(start + _READ_NUMEL, overlap.stop))
+                at = overlap.at + start - overlap.start
+                flat.chunk.data[at : at + part.numel()].copy_(part)
+            continue
+        full = torch.full(shape, torch.nan)
         initialize(name, full, generator_for(seed, name))
         part = full.view(-1)[overlap.start : overlap.stop]
         if not torch.isfinite(part).all():

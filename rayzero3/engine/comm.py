@@ -23,54 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rayzero3.engine.board import Board, Post
 from rayzero3.engine.ledger import Ledger, new_key
+from rayzero3.engine.mesh import Group
+from rayzero3.engine.pending import Pending
 from rayzero3.engine.streams import Launched, streams_for
-
-Group = dist.ProcessGroup | DeviceMesh | None
 
 _ABORT_TAG = 2**31 - 1
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the new names, from torch 2.13 on
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-class Pending:
-    """A collective in flight. `wait()` may be called more than once; only the first call does something."""
-
-    def __init__(self, comm: Comm, side: str, entry: str, launch: Callable[[], Sequence[dist.Work | Post]], finish: Callable[[], Tensor]) -> None:
-        self._ledger, self._entry, self._finish = comm.ledger, entry, finish
-        self._result: Tensor | None = None
-        try:
-            self._launched = comm.streams.run(side, launch)
-        except Exception as error:  # what torch raises here depends on the backend
-            raise self._ledger.explain(entry, error) from error
-        if self._launched.done is not None:
-            self._ledger.opens(entry, self._launched.done)
-
-    def wait(self) -> Tensor:
-        """Order what follows on the compute stream after the collective. Returns what it produced.
-
-        On a CPU the host is the compute stream, so it blocks; on a GPU the host never waits.
-
-        Raises:
-            CollectiveError: it failed or timed out, or the ranks are at different collectives.
-        """
-        if self._finish is not None:
-            try:
-                self._join()
-                self._result = self._finish()
-            except Exception as error:  # as above
-                raise self._ledger.explain(self._entry, error) from error
-            self._finish = None
-        return self._result
-
-    def _join(self) -> None:
-        if self._launched.done is not None:
-            self._launched.join()
-            return
-        self._ledger.opens(self._entry, None)
-        try:
-            self._launched.join()
-        finally:
-            self._ledger.closes()
 
 
 class Comm:
@@ -117,7 +76,7 @@ class Comm:
         board = self._board = self._meet() if self._point_to_point and self.device.type == "cpu" and self.world_size > 1 else None
         if board is not None:
             weakref.finalize(self, board.close)
-        self.ledger.watch(key, lambda: (board and board.abort(), abort(group)))
+        self.ledger.watch(key, lambda: (board and board.abort(), abort(group)), tagged=self._point_to_point)
         if self.replicas:
             self.replicas.watch()
 
@@ -160,7 +119,7 @@ class Comm:
             _all_gather(full, slices[self.rank], group=self.group)
             return ()
 
-        return Pending(self, "fetch", entry, launch if chunk else _nothing, lambda: full)
+        return Pending(self.ledger, self.streams, "fetch", entry, launch if chunk else _nothing, lambda: full)
 
     def reduce_scatter(self, full: Tensor, name: str) -> Pending:
         """Sum this rank's slice over all ranks, in rank order and in fp32; in every copy first, then between them.
@@ -174,7 +133,7 @@ class Comm:
         chunk = full.numel() // self.world_size
         entry = self._enter("reduce", name, (self.world_size - 1) * chunk * full.element_size())
         if not chunk:
-            return Pending(self, "reduce", entry, _nothing, lambda: full.new_zeros(0, dtype=torch.float32))
+            return Pending(self.ledger, self.streams, "reduce", entry, _nothing, lambda: full.new_zeros(0, dtype=torch.float32))
         if self._point_to_point:
             outgoing = full.split(chunk)
             incoming = [outgoing[rank] if rank == self.rank else full.new_empty(chunk) for rank in range(self.world_size)]
@@ -184,7 +143,7 @@ class Comm:
                 self.settle(full)
                 return self._between(total, name)
 
-            return Pending(self, "reduce", entry, lambda: self._exchange(outgoing, incoming, entry), finish)
+            return Pending(self.ledger, self.streams, "reduce", entry, lambda: self._exchange(outgoing, incoming, entry), finish)
         total = full.new_empty(chunk, dtype=torch.float32)
 
         def launch() -> Sequence[dist.Work]:
@@ -198,7 +157,7 @@ class Comm:
                 dist.all_reduce(total, group=self.replicas.group)
             return ()
 
-        return Pending(self, "reduce", entry, launch, lambda: (full, total)[1])  # holds `full` until the compute stream has waited
+        return Pending(self.ledger, self.streams, "reduce", entry, launch, lambda: (full, total)[1])  # holds `full` until the compute stream has waited
 
     def _between(self, total: Tensor, name: str) -> Tensor:
         """Sum (C,) over the copies, in their order, in place."""
@@ -252,7 +211,7 @@ class Comm:
                 return [dist.isend(chunks[peer], group=self.group, group_dst=peer, tag=tag) for peer in self.peers]
             return [dist.irecv(out, group=self.group, group_src=0, tag=tag)]
 
-        Pending(self, "fetch", entry, launch, lambda: (chunks, out)[1]).wait()
+        Pending(self.ledger, self.streams, "fetch", entry, launch, lambda: (chunks, out)[1]).wait()
         if self.replicas:
             self.replicas.scatter_from_first([out] * self.replicas.world_size, out, name)
 
@@ -286,24 +245,6 @@ class Comm:
     def _enter(self, kind: str, name: str, sent_bytes: int) -> str:
         self.bytes_sent[kind] += sent_bytes
         return self.ledger.enter(kind, name)
-
-
-def hybrid_mesh(shard_size: int, device: torch.device, timeout: timedelta) -> DeviceMesh | None:
-    """A mesh over all ranks for hybrid sharding: each `shard_size` neighbours, such as those of a node, share a copy of the model.
-
-    Args:
-        timeout: Of its collectives.
-
-    Returns:
-        The mesh, (replicas, shards), or None where full sharding is right: `shard_size` does not divide the ranks or is all of them.
-    """
-    total = dist.get_world_size()
-    if total % shard_size or total == shard_size:
-        return None
-    ranks = torch.arange(total).view(-1, shard_size)
-    shards, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)
-    replicas, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=timeout)
-    return DeviceMesh.from_group([replicas, shards], device.type, mesh=ranks, mesh_dim_names=("replicas", "shards"))
 
 
 def _tag(entry: str) -> int:

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from rayzero3.engine.build import Initializer, check_buffers, fill_chunk, full_name, plain_name
+from rayzero3.engine.build import Initializer, Weights, check_buffers, fill_chunk, flat_parameters, full_name
 from rayzero3.engine.calls import Call
-from rayzero3.engine.comm import Comm, Group, Pending
+from rayzero3.engine.comm import Comm
 from rayzero3.engine.flat import FlatParameter
+from rayzero3.engine.mesh import Group
 from rayzero3.engine.order import FetchOrder
-from rayzero3.engine.places import ChunkedParameter, Places
+from rayzero3.engine.pending import Pending
+from rayzero3.engine.places import Places
 from rayzero3.engine.state import LayerState, check_transition
 from rayzero3.engine.tied import hold_tied
 from rayzero3.errors import StateError
@@ -39,7 +41,7 @@ class Zero3Layer(nn.Module):
         dtype: Compute dtype: fp32, bf16 or fp16. Trainable chunks are fp32 whatever it is; frozen ones keep the parameter's dtype.
         group: Process group; None for the default one; a mesh of (replicas, shards) for hybrid sharding.
         name: First part of the parameters' names; Zero3Sequential gives the position if it is None.
-        initialize: Fills one parameter; needed for modules on the meta device, and so is a name.
+        initialize: Fills one parameter, or Weights to read from; needed for modules on the meta device, and so is a name.
         seed: For `initialize`.
         offload: Keep the chunks in host memory, where Zero3Adam updates them.
         recompute: Keep only the inputs for backward and run the module again there (activation checkpointing).
@@ -70,7 +72,7 @@ class Zero3Layer(nn.Module):
         *,
         group: Group = None,
         name: str | None = None,
-        initialize: Initializer | None = None,
+        initialize: Initializer | Weights | None = None,
         seed: int = 0,
         recompute: bool = False,
         offload: bool = False,
@@ -280,28 +282,19 @@ class Zero3Layer(nn.Module):
         views = {name: view for flat in self.flats for name, view in flat.parameters.items()}
         self.places.add(module, {identity: views[name] for identity, name in names.items()})
 
-    def shard(self, initialize: Initializer | None = None, seed: int = 0) -> None:
+    def shard(self, initialize: Initializer | Weights | None = None, seed: int = 0) -> None:
         """Replace the module's own parameters by views of flat parameters, and fill the chunks; those that other layers hold stay theirs."""
-        groups: dict[tuple[bool, torch.dtype], dict[str, nn.Parameter]] = {}
-        for name, parameter in ((plain_name(name), parameter) for name, parameter in self.module.named_parameters()):
-            if not isinstance(parameter, ChunkedParameter):
-                trainable = parameter.requires_grad
-                groups.setdefault((not trainable, torch.float32 if trainable else parameter.dtype), {})[name] = parameter
         self.trainable, self.frozen, self.places, views = None, [], Places(), {}
-        for (frozen, chunk_dtype), values in sorted(groups.items(), key=lambda group: (group[0][0], str(group[0][1]))):
-            shapes = {name: tuple(value.shape) for name, value in values.items()}
-            full_dtype = self.dtype if chunk_dtype.is_floating_point else chunk_dtype
-            flat = FlatParameter(shapes, self.comm, self.device, not frozen, chunk_dtype, full_dtype, self.offload)
+        for flat, values in flat_parameters(self.module, self.comm, self.device, self.dtype, self.offload):
             fill_chunk(flat, {name: value.detach() for name, value in values.items()}, self.label, initialize, seed)
             for name, value in values.items():
-                view = flat.parameters[name]
-                views[id(value)] = view
+                view = views[id(value)] = flat.parameters[name]
                 value.zero3_home = view.zero3_home = (weakref.ref(self), name)
-            if frozen:
-                self.frozen.append(flat)
-            else:
+            if flat.trainable:
                 self.trainable = flat
                 self._hook_gradients()
+            else:
+                self.frozen.append(flat)
         self.places.add(self.module, views)
 
     def _hook_gradients(self) -> None:

@@ -2,6 +2,9 @@
 
 A rank that waits long for a collective shows its ledger to the others through the group's store. Two ranks that launched different
 collectives under the same number will never meet: both are told at once, and their communicator is aborted.
+
+Where different collectives of one size would meet all the same and mix up data, as with NCCL, which has no tags, every rank shows its ledger
+once a second and compares it with its neighbour's: if any two ranks differ, two neighbours do.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch.distributed as dist
 
 from rayzero3.errors import CollectiveError
 
-_KEPT, _TOLD = 256, 4
+_KEPT, _TOLD = 1024, 4
 _LONG_S, _LOOK_S, _ANSWER_S = 1.0, 0.25, 3.0
 
 
@@ -38,7 +41,7 @@ class Ledger:
         self._count = 0
         self._entries: deque[tuple[int, str]] = deque(maxlen=_KEPT)
         self._open: deque[tuple[str, float, Callable[[], bool] | None]] = deque()
-        self._key = "unwatched"
+        self._key, self._tagged, self._compared_s = "unwatched", True, 0.0
 
     @property
     def peers(self) -> list[int]:
@@ -59,14 +62,15 @@ class Ledger:
         """The collective that this rank waited for last is over."""
         self._open.pop()
 
-    def watch(self, key: int, abort: Callable[[], None]) -> None:
+    def watch(self, key: int, abort: Callable[[], None], tagged: bool = True) -> None:
         """Look after long waits from now on, in a thread that ends with this ledger.
 
         Args:
             key: The same on all ranks, and new: names this ledger in the store.
+            tagged: Whether different collectives can't meet.
             abort: Ends every wait for this group's collectives, on this rank and its peers.
         """
-        self._key = f"{key:x}"
+        self._key, self._tagged = f"{key:x}", tagged
         if self.world_size > 1:
             threading.Thread(target=_watch, args=(weakref.ref(self), abort), name="rayzero3-ledger", daemon=True).start()
 
@@ -77,7 +81,11 @@ class Ledger:
         waiting = next(iter(self._open), None)
         if waiting is not None and time.monotonic() - waiting[1] > _LONG_S:
             self._show(waiting[0])
-            self._compare(self._read())
+            self._compare(self._read(self.peers))
+        elif not self._tagged and self._entries and time.monotonic() - self._compared_s > _LONG_S:
+            self._compared_s = time.monotonic()
+            self._show("{} {}".format(*self._entries[-1]))
+            self._compare(self._read([(self.rank + 1) % self.world_size]))
         return self.mismatch is not None
 
     def explain(self, entry: str, error: Exception) -> CollectiveError:
@@ -88,7 +96,7 @@ class Ledger:
             deadline = time.monotonic() + _ANSWER_S
             while len(shown) < self.world_size - 1 and time.monotonic() < deadline:
                 time.sleep(0.05)
-                shown = self._read()
+                shown = self._read(self.peers)
             self._compare(shown)
         except Exception:  # the store may be gone with its rank; what this rank knows is still worth telling
             pass
@@ -113,9 +121,9 @@ class Ledger:
         shown = {"at": at, "entries": list(self._entries)}
         _store().set(f"rayzero3/ledger/{self._key}/{self.rank}", json.dumps(shown))
 
-    def _read(self) -> dict[int, dict]:
+    def _read(self, peers: list[int]) -> dict[int, dict]:
         store, found = _store(), {}
-        for peer in self.peers:
+        for peer in peers:
             key = f"rayzero3/ledger/{self._key}/{peer}"
             if store.check([key]):
                 found[peer] = json.loads(store.get(key))

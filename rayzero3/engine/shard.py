@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rayzero3.engine.build import Initializer, plain_name
-from rayzero3.engine.comm import Comm, Group
+from rayzero3.engine.build import Initializer, Weights, plain_name
+from rayzero3.engine.comm import Comm
 from rayzero3.engine.layer import Zero3Layer
+from rayzero3.engine.mesh import Group
 from rayzero3.engine.sequential import Zero3Model
 from rayzero3.engine.tied import TiedWeight
 from rayzero3.errors import StateError
@@ -50,7 +51,7 @@ def shard_model(
     dtype: torch.dtype = torch.float32,
     pin: tuple[str, ...] = (),
     group: Group = None,
-    initialize: Initializer | None = None,
+    initialize: Initializer | Weights | None = None,
     seed: int = 0,
     offload: bool = False,
     prefetch: int = 1,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rayzero3.engine import Zero3Layer, Zero3Sequential
+from rayzero3.engine.ledger import Ledger
 from rayzero3.errors import CollectiveError, StateError
 from tests.engine.models import Block, assert_grads_match, compare, full_grads, full_values, language_model, mean_loss, shard, tokens
 from tests.ranks import RankFailed, run_ranks
@@ -211,6 +212,26 @@ def test_a_layer_that_only_some_ranks_run_is_an_error_long_before_the_timeout(wo
     assert max(elapsed for _, elapsed in told) < timeout_s / 3
     texts = [text for text, _ in told if "the ranks run different layers" in text]
     assert any(f"rank {world_size - 1}" in text and "`fetch 2`" in text for text in texts), told
+
+
+def without_tags(rank, world_size, differ):
+    """Ranks go through 3,000 entries, each at its own pace; the third rank's differ from some point on. Returns what each is told."""
+    ledger, told = Ledger(rank, world_size), []
+    ledger.watch(7, lambda: told.append(ledger.mismatch), tagged=False)
+    deadline = time.monotonic() + 10
+    for number in range(3000):
+        ledger.enter("fetch", str(number if not differ or rank != 2 or number < 2900 else -number))
+        time.sleep(0.001 if rank else 0.0011)
+    while not told and time.monotonic() < deadline and differ:
+        time.sleep(0.05)
+    return told
+
+
+def test_collectives_that_would_mix_up_data_in_silence_are_found_by_neighbours():
+    told = run_ranks(without_tags, 4, True)
+    assert [bool(texts) for texts in told] == [False, True, True, False], "ranks 1 and 2 look at 2 and 3"
+    assert "as collective 2901, rank 1 launched `fetch 2900` and rank 2 launched `fetch -2900`" in told[1][0]
+    assert run_ranks(without_tags, 3, False) == [[], [], []]
 
 
 def meta_start(rank, world_size):
