@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,9 @@ MAY_IMPORT = {
 }
 MAY_USE_RAY = {"data/stream.py", "data/tokenize.py", "train/launch.py", "train/process_group.py", "train/worker.py", "cli"}
 KNOW_NOTHING_OF_RAY_OR_THE_ENGINE = ["models", "data/pack.py", "data/order.py", "train/schedule.py"]
+OTHERS = ["ray", "pydantic", "yaml", "pyarrow", "safetensors", "click", "rich", "transformers", "tokenizers", "plotext", "numpy", "hypothesis"]
+WITHOUT_OTHERS = f"import sys\nfor name in {OTHERS}: sys.modules[name] = None\n"
+"""Code that makes everything but torch and pytest unimportable."""
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 
@@ -78,6 +82,11 @@ def test_collectives_have_one_door():
 
 
 def test_the_engine_imports_on_a_machine_with_torch_alone():
-    foreign = ["ray", "pydantic", "yaml", "pyarrow", "safetensors", "click", "rich", "transformers", "tokenizers", "plotext"]
-    code = f"import sys\nfor name in {foreign}: sys.modules[name] = None\nimport rayzero3.engine\n"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
+    subprocess.run([sys.executable, "-c", f"{WITHOUT_OTHERS}import rayzero3.engine\n"], check=True, cwd=ROOT.parent)
+
+
+def test_the_gpu_tests_are_collected_on_a_machine_with_torch_and_pytest_alone():
+    env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    code = f"{WITHOUT_OTHERS}import pytest\nsys.exit(pytest.main(['tests/gpu', '-q', '--collect-only', '-p', 'no:cacheprovider']))\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "test_parity.py" in done.stdout, done.stdout + done.stderr
