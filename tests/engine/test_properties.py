@@ -21,7 +21,7 @@ from rayzero3.engine.state import LayerState
 from tests.engine.models import full_grads, full_values
 from tests.ranks import run_ranks
 
-EXAMPLES = {1: 100, 2: 60, 3: 40, 4: 40}
+EXAMPLES = {1: 60, 2: 60, 3: 20, 4: 20}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 fixed = settings(
     derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate, Phase.shrink]
