@@ -21,8 +21,8 @@ class Memory:
         between_steps: The chunks and the optimizer's state, alignment and frozen chunks included.
         gradients: The chunks' gradients, which come on top during a step.
         layers: Full parameters at once: those that are whole all the time, 1 + prefetch of the others, and what the last layer or a budget keeps.
-        flat_gradients: Full gradients at once: one that fills and one in flight, or those of all layers where they are held; and what the
-            other ranks send for the one in flight.
+        flat_gradients: Full gradients at once: one that fills and one in flight, or those of all layers where they are held; and as
+            much as one for what the ranks send each other.
         offloaded: Whether what lies between steps, and the gradients, lie in host memory.
     """
 
@@ -64,7 +64,6 @@ def predict(model: Zero3Model, optimizer: Zero3Adam, hold_gradients: bool = Fals
     constant, passing, last = model.whole_bytes()
     largest = sorted(passing, reverse=True)[: 1 + model.prefetch]
     sizes = sorted((4 * flat.layout.padded_numel if hold_gradients else flat.padded_bytes for flat in trainable), reverse=True)
-    arriving = sizes[0] * (model.comm.world_size - 1) // model.comm.world_size
     return Memory(
         parameters=sum(flat.layout.numel for flat in trainable),
         world_size=model.comm.world_size,
@@ -72,6 +71,6 @@ def predict(model: Zero3Model, optimizer: Zero3Adam, hold_gradients: bool = Fals
         between_steps=per_parameter * elements + frozen,
         gradients=4 * elements,
         layers=constant + sum(largest) + last + min(keep_fetched_bytes, sum(passing)),
-        flat_gradients=sum(sizes if hold_gradients else sizes[:2]) + arriving,
+        flat_gradients=sum(sizes if hold_gradients else sizes[:2]) + sizes[0],
         offloaded=any(layer.offload for layer in layers),
     )

@@ -1,8 +1,7 @@
 """The allocator's own numbers against the formula, where nothing is estimated.
 
-P parameters, b bytes of the compute dtype: 12 P between steps; in a step 16 P, and (1 + prefetch) layers, the last layer and two flat
-gradients, all at b bytes. NCCL reduces in fp32, so with b < 4 the flat gradient in flight has an fp32 copy. What a plain module of the
-same size needs for activations is measured, and the gradient of one parameter exists twice while it moves into the flat gradient.
+P parameters: 12 P between steps; in a step what `predict` says: 16 P, (1 + prefetch) layers, the last layer, two flat gradients and what
+arrives for the one in flight. What a plain module of the same size needs for activations is measured, and the gradient of one parameter exists twice while it moves into the flat gradient.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rayzero3.engine import Zero3Adam
+from rayzero3.engine import Zero3Adam, predict
 from tests.engine.models import language_model, mean_loss, tokens
 from tests.gpu.plain import Plain, sharded
 
@@ -30,13 +29,6 @@ def activation_bytes(layers, batch, device, dtype):
     return kept
 
 
-def formula(model, dtype, prefetch):
-    """Bytes of the formula in a step and between steps, padding included, activations and one parameter's gradient not."""
-    sizes, b = [layer.trainable.layout.padded_numel for layer in model.layers], dtype.itemsize
-    flat_gradients = 2 * max(sizes) * b + (4 * max(sizes) if b < 4 else 0)
-    return 16 * sum(sizes) + (1 + prefetch) * max(sizes) * b + sizes[-1] * b + flat_gradients, 12 * sum(sizes)
-
-
 def measured(device, dtype, prefetch):
     layers = language_model(WIDTH, VOCABULARY, BLOCKS)
     batch = tokens(0, 2, 8, VOCABULARY).to(device)
@@ -51,10 +43,10 @@ def measured(device, dtype, prefetch):
         optimizer.step()
         optimizer.zero_grad()
     peak, between = torch.cuda.max_memory_allocated(device) - base, torch.cuda.memory_allocated(device) - base
-    in_a_step, kept = formula(model, dtype, prefetch)
+    memory = predict(model, optimizer)
     one = max(slot.numel for layer in model.layers for slot in layer.trainable.layout.slots) * dtype.itemsize
-    assert kept <= between <= kept + SLACK_BYTES
-    assert kept // 12 * 16 <= peak <= in_a_step + activations + one + SLACK_BYTES
+    assert memory.between_steps <= between <= memory.between_steps + SLACK_BYTES
+    assert memory.between_steps + memory.gradients <= peak <= memory.in_step + activations + one + SLACK_BYTES
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
