@@ -19,7 +19,13 @@ from tests.jobs import VOCABULARY, random_batches, small_job
 from tests.ranks import RankFailed, run_ranks
 
 CPU = torch.device("cpu")
-VARIANTS = {"plain": {}, "tied": {"model": {"tie_embeddings": True}}, "bf16": {"train": {"compute_dtype": "bf16"}}, "fp16": {"train": {"compute_dtype": "fp16"}}}
+VARIANTS = {
+    "plain": {},
+    "tied": {"model": {"tie_embeddings": True}},
+    "bf16": {"train": {"compute_dtype": "bf16"}},
+    "fp16": {"train": {"compute_dtype": "fp16"}},
+    "offloaded, averaged, bf16 moments": {"train": {"offload": True, "average_decay": 0.9, "moment_dtype": "bf16"}},
+}
 
 
 def moments(model, optimizer):
@@ -28,7 +34,7 @@ def moments(model, optimizer):
     for layer in model.all_layers():
         if (flat := layer.trainable) is None:
             continue
-        for kind in ("exp_avg", "exp_avg_sq"):
+        for kind in optimizer.tensors(flat.chunk):
             rows = model.comm.gather_rows(optimizer.state[flat.chunk][kind], "test").view(-1)
             found.update({f"{kind}/{layer.full_name(slot.name)}": rows[slot.offset : slot.end].clone() for slot in flat.layout.slots})
     return found

@@ -78,7 +78,7 @@ def full_grads(model: Zero3Sequential) -> dict[str, Tensor]:
     found = {}
     for layer in model.all_layers():
         if (flat := layer.trainable) is not None:
-            rows = model.comm.gather_rows(flat.chunk.grad, "test").view(-1)
+            rows = model.comm.gather_rows(flat.chunk.grad.to(flat.device), "test").view(-1)
             for start, stop in flat.layout.gaps():
                 assert not rows[start:stop].any(), "padding must stay zero"
             found.update({layer.full_name(slot.name): rows[slot.offset : slot.end].view(slot.shape) for slot in flat.layout.slots})

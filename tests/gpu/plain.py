@@ -40,9 +40,9 @@ class Plain:
             parameter.copy_(self.masters[name])
 
 
-def sharded(layers: list[nn.Module], device: torch.device, dtype: torch.dtype, **kwargs: int) -> Zero3Sequential:
+def sharded(layers: list[nn.Module], device: torch.device, dtype: torch.dtype, offload: bool = False, **kwargs: int) -> Zero3Sequential:
     """A copy of the layers as Zero3Layers of one rank."""
-    return Zero3Sequential([Zero3Layer(layer, 0, 1, device, dtype) for layer in copy.deepcopy(layers)], **kwargs)
+    return Zero3Sequential([Zero3Layer(layer, 0, 1, device, dtype, offload=offload) for layer in copy.deepcopy(layers)], **kwargs)
 
 
 def assert_close_by_layer(mine: dict[str, Tensor], theirs: dict[str, Tensor], bound: float) -> None:

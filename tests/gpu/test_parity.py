@@ -18,9 +18,9 @@ GRADIENT_BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LOSS_BOUND = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
-def twenty_steps(device, dtype):
+def twenty_steps(device, dtype, offload=False):
     layers = language_model(width=64, vocabulary=97)
-    plain, model = Plain(layers, device, dtype), sharded(layers, device, dtype)
+    plain, model = Plain(layers, device, dtype), sharded(layers, device, dtype, offload)
     optimizer = Zero3Adam(model.get_trainable_chunk(), lr=1e-3)
     first = last = None
     for step in range(STEPS):
@@ -31,6 +31,8 @@ def twenty_steps(device, dtype):
         loss.backward()
         wanted = plain.backward(expected)
         if step == 0:
+            if offload and device.type == "cuda":
+                torch.cuda.synchronize(device)
             assert_close_by_layer(full_grads(model), wanted, GRADIENT_BOUND[dtype])
             first = float(loss)
         optimizer.step()
@@ -39,9 +41,10 @@ def twenty_steps(device, dtype):
     assert last < first, "it learns"
 
 
+@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "offloaded"])
 @pytest.mark.parametrize("dtype", GRADIENT_BOUND, ids=str)
-def test_twenty_steps_are_those_of_plain_mixed_precision(device, dtype):
-    twenty_steps(device, dtype)
+def test_twenty_steps_are_those_of_plain_mixed_precision(device, dtype, offload):
+    twenty_steps(device, dtype, offload)
 
 
 def fp16_with_an_overflow(device):
