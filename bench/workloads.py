@@ -54,7 +54,11 @@ class Workload:
     @property
     def parameters(self) -> int:
         """Elements of the model."""
-        return sum(prod(parameter.shape) for layer in self._build("meta") for parameter in layer.parameters())
+        return sum(prod(parameter.shape) for layer in self.build_meta() for parameter in layer.parameters())
+
+    def build_meta(self) -> list[nn.Module]:
+        """The layers on the meta device, for who initialises them by (seed, name)."""
+        return self._build("meta")
 
     def build(self) -> list[nn.Module]:
         """The layers in fp32 on the CPU, with the same values in every process."""

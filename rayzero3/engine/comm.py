@@ -109,14 +109,14 @@ class Comm:
         """
         chunk = full.numel() // self.world_size
         entry = self._enter("fetch", name, (self.world_size - 1) * chunk * full.element_size())
-        slices = full.split(chunk) if chunk else []
 
         def launch() -> Sequence[dist.Work]:
             if prepare is not None:
                 prepare()
             if self._point_to_point:
+                slices = full.split(chunk)
                 return self._exchange([slices[self.rank]] * self.world_size, slices, entry)
-            _all_gather(full, slices[self.rank], group=self.group)
+            _all_gather(full, full.narrow(0, self.rank * chunk, chunk), group=self.group)
             return ()
 
         return Pending(self.ledger, self.streams, "fetch", entry, launch if chunk else _nothing, lambda: full)

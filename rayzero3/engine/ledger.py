@@ -41,7 +41,7 @@ class Ledger:
         self._count = 0
         self._entries: deque[tuple[int, str]] = deque(maxlen=_KEPT)
         self._open: deque[tuple[str, float, Callable[[], bool] | None]] = deque()
-        self._key, self._tagged, self._compared_s = "unwatched", True, 0.0
+        self._key, self._watched, self._tagged, self._compared_s = "unwatched", False, True, 0.0
 
     @property
     def peers(self) -> list[int]:
@@ -56,11 +56,13 @@ class Ledger:
 
     def opens(self, entry: str, done: Callable[[], bool] | None) -> None:
         """From now on this rank waits for a collective: until `closes`, or until `done` says so."""
-        self._open.append((entry, time.monotonic(), done))
+        if self._watched:
+            self._open.append((entry, time.monotonic(), done))
 
     def closes(self) -> None:
         """The collective that this rank waited for last is over."""
-        self._open.pop()
+        if self._watched:
+            self._open.pop()
 
     def watch(self, key: int, abort: Callable[[], None], tagged: bool = True) -> None:
         """Look after long waits from now on, in a thread that ends with this ledger.
@@ -72,6 +74,7 @@ class Ledger:
         """
         self._key, self._tagged = f"{key:x}", tagged
         if self.world_size > 1:
+            self._watched = True
             threading.Thread(target=_watch, args=(weakref.ref(self), abort), name="rayzero3-ledger", daemon=True).start()
 
     def look(self) -> bool:

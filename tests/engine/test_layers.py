@@ -234,6 +234,14 @@ def test_collectives_that_would_mix_up_data_in_silence_are_found_by_neighbours()
     assert run_ranks(without_tags, 3, False) == [[], [], []]
 
 
+def test_a_ledger_that_nobody_watches_keeps_no_collective_open():
+    alone = Ledger(0, 1)
+    alone.watch(1, lambda: None)
+    for number in range(3):
+        alone.opens(alone.enter("fetch", str(number)), lambda: False)
+    assert not alone.look() and not alone._open
+
+
 def meta_start(rank, world_size):
     from tests.engine.models import Readout
 
