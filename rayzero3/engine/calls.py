@@ -25,21 +25,23 @@ class Call:
     def __init__(self, layer: Zero3Layer) -> None:
         self.layer, self.has_grad_inputs = weakref.ref(layer), False
 
-    def watch_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The same inputs, those that need gradients behind an identity that reports the end of this call's backward."""
-        if not torch.is_grad_enabled():
-            return args, kwargs
-        leaves, spec = tree_flatten((args, kwargs))
-        watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    def take_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The inputs in the layer's compute dtype, those that need gradients behind an identity that reports the end of this call's backward."""
+        one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)  # most layers; a tree's traversal costs more than some of them
+        leaves, spec = (args, None) if one else tree_flatten((args, kwargs))
+        dtype = self.layer().dtype
+        leaves = [leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves]
+        watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad] if torch.is_grad_enabled() else []
         if watched:
             self.has_grad_inputs = True
             for i, tensor in zip(watched, _Inputs.apply(self, *(leaves[i] for i in watched)), strict=True):
                 leaves[i] = tensor
-        return tree_unflatten(leaves, spec)
+        return (tuple(leaves), kwargs) if one else tree_unflatten(leaves, spec)
 
     def watch_outputs(self, output: Any) -> bool:
         """Report the begin of this call's backward. Returns whether autograd recorded the call."""
-        tensors = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.requires_grad]
+        leaves = [output] if isinstance(output, Tensor) else tree_flatten(output)[0]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         for tensor in tensors:
             tensor.register_hook(self._begin)
         return bool(tensors)

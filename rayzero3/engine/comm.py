@@ -270,7 +270,10 @@ def _abort_gloo(group: dist.ProcessGroup | None) -> None:
 
 
 def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
+    first, *others = parts
+    if not others:
+        return first.to(torch.float32, copy=True)
+    total = torch.add(first.float(), others[0])  # one pass where a copy and a sum in place are two; half dtypes are promoted
+    for part in others[1:]:
         total += part
     return total

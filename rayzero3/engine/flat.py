@@ -54,7 +54,8 @@ class FlatParameter:
         self.parameters = {
             slot.name: nn.Parameter(self._full.data[slot.offset : slot.end].view(slot.shape), requires_grad=trainable) for slot in self.layout.slots
         }
-        self._slots = slots
+        self._slots = {name: (slot.offset, slot.end, slot.shape) for name, slot in slots.items()}
+        self._own, self._gaps = self._full.data[slice(*self.layout.rank_range(self.rank))], self.layout.gaps()
         self._grad: Tensor | None = None
         self._written: set[str] = set()
         self._chunk.parts = [(slots[part.name].shape, part.at, part.at + part.stop - part.start) for part in self.layout.overlaps(self.rank)]
@@ -94,8 +95,7 @@ class FlatParameter:
     @torch.no_grad()
     def put_chunk(self) -> None:
         """Put this rank's chunk into its slice of the full buffer, for an in-place gather."""
-        start, stop = self.layout.rank_range(self.rank)
-        self._full[start:stop].copy_(self.chunk.to(self.device, non_blocking=True))
+        self._own.copy_(self.chunk.to(self.device, non_blocking=True))
 
     def free(self) -> None:
         """Give the full buffer's memory back, once no peer reads from it. The views stay, unreadable until the next fetch."""
@@ -108,8 +108,7 @@ class FlatParameter:
 
     def take_changes(self) -> None:
         """Write back to the chunk what was changed in this rank's slice of the full parameter."""
-        start, stop = self.layout.rank_range(self.rank)
-        own, kept = self._full[start:stop].to(self.chunk.device), self.chunk.data
+        own, kept = self._own.to(self.chunk.device), self.chunk.data
         kept.copy_(torch.where(own == kept.to(own.dtype), kept, own.to(kept.dtype)))
 
     def gather_values(self, label: str) -> dict[str, Tensor]:
@@ -129,8 +128,8 @@ class FlatParameter:
             return
         if self._grad is None:
             self._grad = torch.empty_like(self._full, dtype=dtype)
-        slot = self._slots[name]
-        place = self._grad[slot.offset : slot.end].view(slot.shape)
+        start, end, shape = self._slots[name]
+        place = self._grad[start:end].view(shape)
         if name in self._written:
             place.add_(grad)
         else:
@@ -147,7 +146,7 @@ class FlatParameter:
         if grad is None:
             grad = torch.zeros_like(self._full)
         else:
-            for start, stop in self.layout.gaps() + [(slot.offset, slot.end) for slot in missing]:
+            for start, stop in self._gaps + [(slot.offset, slot.end) for slot in missing]:
                 grad[start:stop].zero_()
         self._written = set()
         return grad, [slot.name for slot in missing]

@@ -10,8 +10,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rayzero3.engine.build import Initializer, Weights, check_buffers, fill_chunk, flat_parameters, full_name
@@ -228,8 +227,7 @@ class Zero3Layer(nn.Module):
         call = Call(self)
         self._order.before_forward(self)
         try:
-            args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
-            args, kwargs = call.watch_inputs(args, kwargs)
+            args, kwargs = call.take_inputs(args, kwargs)
             if self.recompute and torch.is_grad_enabled():
                 output = checkpoint(self.module, *args, use_reentrant=False, **kwargs)
             else:
@@ -264,9 +262,6 @@ class Zero3Layer(nn.Module):
     def _finish_if_done(self) -> None:
         if not self._calls:
             self._order.backward_done(self)
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
     def _move(self, state: LayerState) -> None:
         self.state = check_transition(self.label, self.state, state)

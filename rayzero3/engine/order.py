@@ -180,7 +180,7 @@ class FetchOrder:
     def _begin(self) -> None:
         self._in_backward = False
         self._ready: set[int] = set()
-        self._reduced = 0
+        self._unreduced: list[Zero3Layer] | None = None
         self._in_flight: Zero3Layer | None = None
 
     def _fetch_pinned(self) -> None:
@@ -200,14 +200,14 @@ class FetchOrder:
                         member.start_fetch()
 
     def _reduce_ready(self) -> None:
-        queue = [layer for layer in reversed(self.layers()) if layer.trainable is not None]
-        while self._reduced < len(queue) and id(queue[self._reduced]) in self._ready:
-            layer = queue[self._reduced]
+        if self._unreduced is None:
+            self._unreduced = [layer for layer in self.layers() if layer.trainable is not None]
+        while self._unreduced and id(self._unreduced[-1]) in self._ready:
+            layer = self._unreduced.pop()
             if self._in_flight is not None:
                 self._in_flight.finish_reduce()
             layer.start_reduce()
             self._in_flight = layer
-            self._reduced += 1
 
     def _end_of_backward(self) -> None:
         """Flush what no hook has reduced, with zeros where a gradient is missing; leave every layer CHUNKED."""
