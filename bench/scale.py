@@ -1,7 +1,8 @@
 """`python -m bench.scale`: as one rank of up to 1,024 that do not exist: what the engine holds, and what a layer costs the host.
 
-The group is torch's fake one: collectives return at once and move nothing. So the time over a plain module's is the engine's own work for a
-layer, two fetches and a reduction included; the memory is that of a real rank. Times are medians of interleaved steps.
+The group is torch's fake one, whose collectives move nothing; for the times they are left out altogether, since the fake ones take longer the
+larger N is. So the time over a plain module's is the engine's own work for a layer, the launches of two fetches and a reduction included. The
+memory is that of a real rank. Times are medians of interleaved steps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.workloads import WORKLOADS, Workload
-from rayzero3.engine import Zero3Adam, Zero3Layer, Zero3Sequential
+from rayzero3.engine import Zero3Adam, Zero3Layer, Zero3Sequential, comm
 from rayzero3.models.gpt_neox import initialize
 
 SIZES = (8, 64, 1024)
@@ -41,7 +42,8 @@ def held_bytes(workload: Workload, world_size: int) -> tuple[int, int]:
 
 
 def overhead_s(workload: Workload, world_size: int) -> float:
-    """Seconds of the host per layer and step over a plain module's forward and backward."""
+    """Seconds of the host per layer and step over a plain module's forward and backward. No collective is called from then on."""
+    comm._all_gather = comm._reduce_scatter = lambda *_, **__: None
     networks = {"ours": sharded(workload, world_size), "plain": nn.Sequential(*workload.build())}
     seconds: dict[str, list[float]] = {name: [] for name in networks}
     for step in range(STEPS):
@@ -61,12 +63,15 @@ def main() -> int:
     large, thin = WORKLOADS["fp32"], WORKLOADS["thin"]
     print(f"one rank of N: bytes for {large.parameters / 1e6:.1f}M parameters P, microseconds of the host for each of {thin.modules} thin layers")
     print(f"{'N':>6}{'between steps / (12 P/N)':>26}{'in a step / (16 P/N)':>22}{'us/layer':>10}")
-    for world_size in SIZES:
-        dist.init_process_group("fake", rank=world_size - 1, world_size=world_size, store=FakeStore())
-        between, within = held_bytes(large, world_size)
+    rows = []
+    for measure in (lambda n: held_bytes(large, n), lambda n: overhead_s(thin, n)):
+        for world_size in SIZES:
+            dist.init_process_group("fake", rank=world_size - 1, world_size=world_size, store=FakeStore())
+            rows.append(measure(world_size))
+            dist.destroy_process_group()
+    for world_size, (between, within), seconds in zip(SIZES, rows, rows[len(SIZES) :], strict=False):
         share = large.parameters / world_size
-        print(f"{world_size:>6}{between / (12 * share):>26.4f}{within / (16 * share):>22.4f}{1e6 * overhead_s(thin, world_size):>10.0f}", flush=True)
-        dist.destroy_process_group()
+        print(f"{world_size:>6}{between / (12 * share):>26.4f}{within / (16 * share):>22.4f}{1e6 * seconds:>10.0f}", flush=True)
     return 0
 
 

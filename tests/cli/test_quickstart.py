@@ -51,6 +51,8 @@ def test_the_follower_sees_progress_checkpoints_the_curve_and_what_counting_give
     _, output, run, _ = quickstart
     assert "starting a Ray head on this machine, on loopback" in output
     assert re.search(r"dashboard +http://127.0.0.1:\d+/#/jobs/quickstart-", output)
+    assert "dtypes: parameters fp32, compute fp32" in output
+    assert re.search(r"memory of each worker: [\d.]+ MiB between steps \(12 bytes x [\d,]+ / 2 \+ alignment\)", output)
     assert re.search(r"step 8/8  loss \d\.\d+  gradient norm [\d.]+  [\d,]+ tokens/s  0s left", output)
     assert "step 4  validation loss" in output and "checkpoint checkpoints/step-00000008.attempt-0001" in output
     assert re.search(r"validation loss after step 8: [\d.]+ nats/token\n.*unigram [\d.]+, smoothed bigram [\d.]+", output)

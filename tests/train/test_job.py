@@ -85,15 +85,30 @@ def test_the_run_folder_tells_what_happened(undisturbed):
     assert load_job(undisturbed.folder / "job.yaml").run_folder == undisturbed.folder
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_the_same_samples_and_losses_at_other_sizes(undisturbed, shards, tmp_path, workers):
-    job = job_of(tmp_path, shards, workers=workers)
+OTHERWISE = {
+    "one worker": {"workers": {"count": 1}},
+    "three workers, offloaded, reduced and fetched once a step, averaged": {
+        "workers": {"count": 3},
+        "train": {"offload": True, "reduce_every": "step", "keep_fetched_bytes": "1MiB", "average_decay": 0.5},
+    },
+    "four workers, two copies": {"workers": {"count": 4, "shard_group": 2}},
+}
+
+
+@pytest.mark.parametrize("changes", OTHERWISE)
+def test_the_same_samples_and_losses_at_other_sizes_and_settings(undisturbed, shards, tmp_path, changes):
+    job, change = job_of(tmp_path, shards), OTHERWISE[changes]
+    job = parse_job({key: value | change[key] if key in change else value for key, value in job.model_dump(mode="json").items()})
     launch.run_job(job)
     run = Run(job.run_folder)
+    start = next(event for event in read_lines(run.events) if event["event"] == "start")
+    assert "moments fp32" in start["dtypes"] and f"/ {job.workers.shard_group or job.workers.count} + alignment" in start["memory"]
     assert samples_by_step(run) == samples_by_step(undisturbed)
     assert all(len(ids) == 7 for ids in samples_by_step(run).values())
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-5)
     assert validations(run) == pytest.approx(validations(undisturbed), rel=1e-5)
+    averages = [event.get("average_loss") for event in read_lines(run.events) if event["event"] == "validation"]
+    assert all(average not in (None, loss) if job.train.average_decay else average is None for average, loss in zip(averages, validations(run), strict=True))
 
 
 def test_a_worker_killed_at_step_7_costs_nothing_but_time(undisturbed, shards, tmp_path, monkeypatch):
