@@ -29,6 +29,18 @@ os.environ.update(
 )
 
 
+RAY = {"cli", "test_job.py", "test_stream.py", "test_tokenize.py", "test_shards.py"}
+"""Folders and files of tests that start clusters. One process runs them all, one after the other; another one runs the rest."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if RAY & set(item.path.parts):
+            item.add_marker(pytest.mark.xdist_group("ray"))
+        else:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """Two raylets of 4 logical CPUs each, token authentication on, this process connected as a driver."""

@@ -117,6 +117,7 @@ def fill_chunk(flat: FlatParameter, values: dict[str, Tensor], label: str, initi
         if not torch.isfinite(part).all():
             raise StateError(name, "not finite after its initialisation", "initialize must fill every element", "Add a rule for this name.")
         flat.chunk.data[overlap.at : overlap.at + part.numel()].copy_(part)
+        del full, part  # before the next one is made
 
 
 def _fill_from_first(flat: FlatParameter, values: dict[str, Tensor], label: str) -> None:
