@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +14,6 @@ from bench import loopback
 from bench.group import Group, GroupError
 from bench.peers import missing
 from bench.workloads import WORKLOADS
-
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144"}
-"""Every large block is mapped and unmapped by itself, so that peak RSS measures the engine and not glibc. Only for memory runs."""
 
 MEMORY_STEPS = 2
 
@@ -91,22 +88,22 @@ def time_engines(engines: list[str], workload: str, world_size: int, rounds: int
     return list(found.values())
 
 
-def measure_memory(engines: list[str], workload: str, world_size: int) -> list[Measurement]:
-    """Memory of engines, one after the other, in processes of their own, and bytes sent in as many steps."""
+def measure_memory(engines: Sequence[str], workload: str, world_size: int) -> list[Measurement]:
+    """Memory of engines, one after the other, in processes of their own, and bytes sent meanwhile."""
     found = {engine: Measurement(engine, workload, world_size, error=missing(engine)) for engine in engines}
     for engine in [engine for engine in engines if found[engine].error is None]:
-        with Group(engine, workload, world_size, MALLOC) as group:
+        with Group(engine, workload, world_size, mapped=True) as group:
             _attempt_all(found, {engine: group}, _measure_memory)
     return list(found.values())
 
 
 def _measure_memory(group: Group, row: Measurement) -> None:
     group.wait_ready()
-    answers = group.ask("memory", MEMORY_STEPS)
+    sent, answers = _count_sent(lambda: group.ask("memory", MEMORY_STEPS))
     row.persistent_bytes = max(answer["persistent_bytes"] for answer in answers)
     row.peak_bytes = max(answer["peak_bytes"] for answer in answers)
     if row.world_size > 1:
-        row.sent.append(_count_sent(lambda: group.ask("steps", 1))[0])
+        row.sent.append(sent / MEMORY_STEPS)
 
 
 def _time_round(group: Group, row: Measurement, steps: int) -> None:

@@ -77,9 +77,14 @@ class _Limit(Peer):
 
 
 class _Ours(Peer):
-    def __init__(self, workload: Workload) -> None:
-        from rayzero3.engine import Zero3Adam, Zero3Layer, Zero3Sequential
+    """Our engine; where `sends`, as between hosts: its ranks don't read each other's memory."""
 
+    def __init__(self, workload: Workload, sends: bool = False) -> None:
+        from rayzero3.engine import Zero3Adam, Zero3Layer, Zero3Sequential
+        from rayzero3.engine.comm import Comm
+
+        if sends:
+            Comm._meet = lambda self: None
         rank, world_size = dist.get_rank(), dist.get_world_size()
         layers = workload.build()
         for index, layer in enumerate(layers):
@@ -153,15 +158,17 @@ class _DeepSpeed(Peer):
         return loss.item()
 
 
+SENDING = "ours-gloo"
 ENGINES: dict[str, Callable[[Workload], Peer]] = {
     "ours": _Ours,
+    SENDING: lambda workload: _Ours(workload, sends=True),
     "fsdp2": _fsdp2,
     "fsdp1": _fsdp1,
     "ddp": _ddp,
     "deepspeed": _DeepSpeed,
     "limit": _Limit,
 }
-SHARDED = ("ours", "fsdp2", "fsdp1", "deepspeed")
+SHARDED = ("ours", SENDING, "fsdp2", "fsdp1", "deepspeed")
 
 
 def missing(engine: str) -> str | None:

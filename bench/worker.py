@@ -1,21 +1,19 @@
-"""One rank of one engine: reads commands on stdin, answers on what was its stdout, both as JSON lines.
+"""One rank of one engine, in a process of its own: `serve` takes commands from a pipe and answers.
 
-`python -m bench.worker ENGINE WORKLOAD RANK WORLD_SIZE STORE`. Commands: {"do": "steps", "count": k} and {"do": "memory", "count": k}.
-It ends when stdin ends, and dies with the process that started it.
+Commands: {"do": "steps", "count": k} and {"do": "memory", "count": k}. It ends with the other end of the pipe.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import os
 import resource
-import signal
 import sys
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -24,7 +22,7 @@ from bench.peers import ENGINES, Peer
 from bench.workloads import WORKLOADS, Workload
 
 TIMEOUT_S = 100
-_PR_SET_PDEATHSIG = 1
+_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 262144
 
 
 class Worker:
@@ -58,13 +56,13 @@ class Worker:
         return {"wall_s": wall, "cpu_s": cpu, "faults": resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults, "losses": losses}
 
     def memory(self, count: int) -> dict[str, int]:
-        """Bytes over the start: what lies there between steps, and the peak of `count` steps after a first one."""
+        """Bytes over the start: what lies there between steps, and the peak of `count - 1` steps after a first one."""
         self.steps(1)
         gc.collect()
         persistent = _storage_bytes()
         with open("/proc/self/clear_refs", "w") as reset:
             reset.write("5")
-        self.steps(count)
+        self.steps(count - 1)
         return {"persistent_bytes": persistent, "peak_bytes": _status_bytes("VmHWM") - self.start_bytes}
 
 
@@ -84,29 +82,36 @@ def _storage_bytes() -> int:
     return sum(size for pointer, size in sizes.items() if pointer)
 
 
-def main() -> None:
-    """Serve until stdin ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def serve(pipe: Connection, log: str, environment: dict[str, str], mapped: bool, *about: str | int) -> None:
+    """Serve until the pipe ends.
+
+    Args:
+        log: File that gets what is printed.
+        environment: Of this process from now on.
+        mapped: Map and unmap every large block of memory by itself, so that peak RSS measures the engine and not glibc.
+        about: The arguments of a Worker.
+    """
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment)
+    if mapped:
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(_MAPPED_BYTES)  # tells engines that the user has chosen
     torch.set_num_threads(1)
     try:
-        engine, workload, rank, world_size, store = sys.argv[1:]
-        worker = Worker(engine, workload, int(rank), int(world_size), store)
-        print(json.dumps({"ready": True}), file=answers, flush=True)
-        for line in sys.stdin:
-            command = json.loads(line)
-            act = {"steps": worker.steps, "memory": worker.memory}[command["do"]]
-            print(json.dumps(act(command["count"])), file=answers, flush=True)
+        worker = Worker(*about)
+        pipe.send({"ready": True})
+        while True:
+            command = pipe.recv()
+            pipe.send({"steps": worker.steps, "memory": worker.memory}[command["do"]](command["count"]))
+    except EOFError:
+        pass
     except Exception as error:  # whatever a peer raises belongs into its row
         text = str(error).strip().splitlines() or [""]
-        print(json.dumps({"error": f"{type(error).__name__}: {text[0]}"}), file=answers, flush=True)
+        pipe.send({"error": f"{type(error).__name__}: {text[0]}"})
         traceback.print_exc()
     finally:
-        answers.flush()
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

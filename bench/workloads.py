@@ -35,7 +35,7 @@ class Workload:
     micro_batch: int
     dtype: str = "fp32"
     rounds: int = 5
-    steps: int = 4
+    steps: int = 2
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -89,7 +89,7 @@ WORKLOADS = {
     "bf16": Workload(8, 512, 8, 8192, 256, 2, dtype="bf16"),
     "comm-heavy": Workload(4, 1024, 16, 2048, 32, 1),
     "thin": Workload(128, 64, 4, 256, 32, 1),
-    "wide": Workload(15, 1024, 16, 8192, 128, 1, rounds=2, steps=2),
+    "wide": Workload(15, 1024, 16, 8192, 128, 1, rounds=3, steps=1),
     "tiny": Workload(2, 32, 2, 64, 8, 1, rounds=1, steps=2),
 }
 """`fp32` and `bf16` are the model of the goals; `comm-heavy` has few tokens per parameter, `thin` many small layers, `wide` 206M parameters; `tiny` is for tests."""

@@ -130,6 +130,7 @@ class Board:
         self._fence()
         self._words[at], self._words[at + 1], self._words[at + 2] = address, size, post.tag
         self._words[at + 3] = self._check(self.rank, post.number, address, size, post.tag)
+        self._read_ahead()
         return post
 
     def lent(self, tensor: Tensor) -> Post | None:
@@ -160,17 +161,25 @@ class Board:
     def copy(self, peer: int, post: Post) -> None:
         """Read what a peer lends to this rank under the number of `post`."""
         at, mine = self._post_at(peer, post.number), post.into[peer]
-
-        def posted() -> bool:
-            address, size, tag, check = self._words[at : at + _POST_WORDS]
-            return check == self._check(peer, post.number, address, size, tag)
-
-        self._until(posted, peer)
+        self._until(lambda: self._has_posted(peer, post), peer)
         address, size, tag, _ = self._words[at : at + _POST_WORDS]
         if (size, tag) != (mine.nbytes, post.tag):
             raise RuntimeError(f"rank {peer} is at another collective, of {size} bytes where rank {self.rank} has {mine.nbytes}")
         self._neighbours[peer].read(address + post.offset, mine.data_ptr(), size)
         self._words[self._mark_at(self.rank, peer, post.number)] = post.number
+
+    def _has_posted(self, peer: int, post: Post) -> bool:
+        at = self._post_at(peer, post.number)
+        address, size, tag, check = self._words[at : at + _POST_WORDS]
+        return check == self._check(peer, post.number, address, size, tag)
+
+    def _read_ahead(self) -> None:
+        """Read what all peers have posted by now. They wait for this rank when they free it, which they may do long before it waits for them."""
+        try:
+            while self._unread and all(self._has_posted(peer, self._unread[0]) for peer in self.peers):
+                self._unread[0].wait()
+        except (OSError, RuntimeError):
+            pass  # its own wait will tell
 
     def wait_for_mark(self, peer: int, number: int) -> None:
         """Wait until a peer has read this rank's post of that number, or is gone."""
