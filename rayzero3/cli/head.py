@@ -32,6 +32,8 @@ from rayzero3.cli.processes import Started, end
 from rayzero3.errors import ClusterError
 
 START_TIMEOUT_S = 120.0
+_FIRST_PORT = 8265
+"""Where the search for free ports begins: Ray's own choice for a dashboard."""
 """A head takes 7 s on a free machine; this is for a busy one."""
 
 ENVIRONMENT = {
@@ -97,10 +99,10 @@ def start(num_cpus: int | None = None, nodes: int = 1) -> Head:
             return head
         log = auth.state_folder() / "head.log"
         log.write_text("", encoding="utf-8")
-        temp, port, started = _temp_folder(), _free_port(), []
+        temp, (port, client_port), started = _temp_folder(), _free_ports(2), []
         dashboard, address_file = f"http://127.0.0.1:{port}", temp / "ray_current_cluster"
         try:
-            started.append(_spawn(_head_command(num_cpus, port, temp), log))
+            started.append(_spawn(_head_command(num_cpus, port, client_port, temp), log))
             _until(lambda: address_file.exists() and address_file.read_text() and _count_nodes(dashboard) == 1, started, log)
             gcs = address_file.read_text().strip()
             for _ in range(nodes - 1):
@@ -128,14 +130,14 @@ def stop() -> Head | None:
         return head if lived else None
 
 
-def _head_command(num_cpus: int | None, port: int, temp: Path) -> list[str]:
+def _head_command(num_cpus: int | None, port: int, client_port: int, temp: Path) -> list[str]:
     command = ["-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     options = {
         "port": 0,
         "dashboard-host": "127.0.0.1",
         "dashboard-port": port,
         "dashboard-agent-listen-port": 0,
-        "ray-client-server-port": _free_port(),
+        "ray-client-server-port": client_port,
         "min-worker-port": 0,
         "max-worker-port": 0,
         "temp-dir": temp,
@@ -209,7 +211,21 @@ def _temp_folder() -> Path:
     return folder / "ray"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def _free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody listens at. Below those that the system deals out by itself: seconds pass until the head binds them,
+    and its own processes ask for any free port meanwhile."""
+    try:
+        lowest_dealt = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        lowest_dealt = 32768
+    found: list[int] = []
+    for port in range(_FIRST_PORT, lowest_dealt):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise ClusterError("the ports of this machine", None, f"none is free between {_FIRST_PORT} and {lowest_dealt}", "End what listens there.")

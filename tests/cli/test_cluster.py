@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 from pathlib import Path
 
 import pytest
+
+from rayzero3.cli.head import _free_ports
 
 linux = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's /proc")
 
@@ -82,6 +85,17 @@ def test_a_head_that_cannot_start_shows_the_end_of_its_log(fresh):
     text = fresh("cluster", "up", code=3)
     assert "did not start" in text and "ModuleNotFoundError" in text and str(fresh.home / "head.log") in text
     assert fresh.head is None
+
+
+def test_the_heads_ports_are_free_ones_that_the_system_never_deals_out_by_itself():
+    first = _free_ports(2)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first[0]))
+        second = _free_ports(3)
+    assert len(set(first)) == 2 and first[0] not in second and first[1] == second[0]
+    with socket.socket() as dealt:
+        dealt.bind(("127.0.0.1", 0))
+        assert max(second) < dealt.getsockname()[1]
 
 
 def test_a_stale_record_is_no_cluster(cli, fresh):
