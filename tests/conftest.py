@@ -33,6 +33,10 @@ RAY = {"cli", "test_job.py", "test_stream.py", "test_tokenize.py", "test_shards.
 """Folders and files of tests that start clusters. One process runs them all, one after the other; another one runs the rest."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): tests that run in one process, where pytest-xdist is there")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if RAY & set(item.path.parts):
