@@ -32,9 +32,10 @@ from rayzero3.cli.processes import Started, end
 from rayzero3.errors import ClusterError
 
 START_TIMEOUT_S = 120.0
+"""A head takes 7 s on a free machine; this is for a busy one."""
+
 _FIRST_PORT = 8265
 """Where the search for free ports begins: Ray's own choice for a dashboard."""
-"""A head takes 7 s on a free machine; this is for a busy one."""
 
 ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
