@@ -11,6 +11,13 @@ import pytest
 
 from rayzero3.cli.head import _free_ports
 
+BUSY_ONCE = """
+import os
+def hook(params, head):
+    if not os.path.exists("{mark}"):
+        open("{mark}", "w").close()
+        raise RuntimeError("Timed out waiting for node info for node_id=0.")
+"""
 linux = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's /proc")
 
 
@@ -85,6 +92,13 @@ def test_a_head_that_cannot_start_shows_the_end_of_its_log(fresh):
     text = fresh("cluster", "up", code=3)
     assert "did not start" in text and "ModuleNotFoundError" in text and str(fresh.home / "head.log") in text
     assert fresh.head is None
+
+
+def test_a_head_that_a_busy_machine_kept_waiting_is_started_again(fresh, tmp_path):
+    (tmp_path / "busy_once.py").write_text(BUSY_ONCE.format(mark=tmp_path / "mark"))
+    fresh.variables |= {"RAY_START_HOOK": "busy_once.hook", "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"}
+    fresh("cluster", "up", "--num-cpus", "2")
+    assert (tmp_path / "mark").exists() and fresh.head is not None
 
 
 def test_the_heads_ports_are_free_ones_that_the_system_never_deals_out_by_itself():
