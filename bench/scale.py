@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.workloads import WORKLOADS, Workload
 from rayzero3.engine import Zero3Adam, Zero3Layer, Zero3Sequential, comm
-from rayzero3.models.gpt_neox import initialize
+from rayzero3.models.build import initialize
 
 SIZES = (8, 64, 1024)
 STEPS = 7

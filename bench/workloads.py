@@ -11,8 +11,9 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from rayzero3.config import ModelSection
-from rayzero3.models.gpt_neox import gpt_neox, initialize
+from rayzero3.config import GptNeox
+from rayzero3.models.build import initialize
+from rayzero3.models.gpt_neox import gpt_neox
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,9 @@ class Workload:
         return 3 * self.parameters * self.torch_dtype.itemsize * (world_size - 1)
 
     def _build(self, device: str) -> list[nn.Module]:
-        section = ModelSection(layers=self.layers, width=self.width, heads=self.heads)
+        section = GptNeox(layers=self.layers, width=self.width, heads=self.heads)
         with torch.device(device):
-            return gpt_neox(section, self.vocab_size)
+            return [module for _, module in gpt_neox(section, self.vocab_size)]
 
 
 WORKLOADS = {

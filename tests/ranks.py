@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "rayzero3.engine", "rayzero3.train.loop", "rayzero3.checkpoint.load"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "rayzero3.engine", "rayzero3.train.trainee", "rayzero3.checkpoint.load"])
 TIMEOUT_S = 60
 
 

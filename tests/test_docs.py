@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -18,17 +19,39 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
+def sections_in(annotation) -> list[type[BaseModel]]:
+    """The sections that a field may hold."""
+    if isinstance(annotation, type):
+        return [annotation] if issubclass(annotation, BaseModel) else []
+    return list(dict.fromkeys(section for part in get_args(annotation) for section in sections_in(part)))
+
+
+def row(key: str, field, note: str = "") -> str:
+    default = "required" if field.is_required() else "derived" if field.default is None and "derived" in field.description else field.default
+    default = "none" if default is None else str(default).lower() if isinstance(default, bool) else default
+    default = list(default) if isinstance(default, tuple) else default
+    return f"| `{key}` | {default if default == 'required' else f'`{default}`'} | {note}{field.description} |"
+
+
 def reference(section: type[BaseModel] = Job, prefix: str = "") -> list[str]:
-    """The job reference, one table row a key."""
+    """The job reference, one table row a key; where a section may be one of several families, what only one of them has names it."""
     rows = []
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            rows += reference(field.annotation, f"{name}.")
-            continue
-        default = "required" if field.is_required() else "derived" if field.default is None and "derived" in field.description else field.default
-        default = "none" if default is None else str(default).lower() if isinstance(default, bool) else default
-        default = list(default) if isinstance(default, tuple) else default
-        rows.append(f"| `{prefix}{name}` | {default if default == 'required' else f'`{default}`'} | {field.description} |")
+        inner = sections_in(field.annotation)
+        if not inner:
+            rows.append(row(f"{prefix}{name}", field))
+        elif len(inner) == 1:
+            rows += reference(inner[0], f"{prefix}{name}.")
+        else:
+            found: dict[tuple[str, str], list[str]] = {}
+            for choice in inner:
+                for line in reference(choice, f"{prefix}{name}."):
+                    key, text = line.split(" | ", 1)
+                    found.setdefault((key, text), []).append(choice.model_fields["family"].default)
+            shared = [families for families in found.values() if len(families) > 1]
+            for (key, text), families in found.items():
+                default, _, description = text.partition(" | ")
+                rows.append(f"{key} | {default} | {description}" if families in shared else f"{key} | {default} | {families[0]}: {description}")
     return rows
 
 

@@ -18,12 +18,12 @@ MAY_IMPORT = {
     "engine": {"errors"},
     "models": {"errors", "config"},
     "data": {"errors"},
-    "checkpoint": {"errors", "config", "engine"},
+    "checkpoint": {"errors", "config", "engine", "models"},
     "train": {"errors", "config", "engine", "models", "data", "checkpoint"},
     "cli": {"errors", "config", "data", "checkpoint", "train", "__init__"},
     "__init__": {"config", "train"},
 }
-MAY_USE_RAY = {"data/stream.py", "data/tokenize.py", "train/launch.py", "train/process_group.py", "train/worker.py", "cli"}
+MAY_USE_RAY = {"data/stream.py", "data/tokenize.py", "train/generate.py", "train/launch.py", "train/process_group.py", "train/worker.py", "cli"}
 KNOW_NOTHING_OF_RAY_OR_THE_ENGINE = ["models", "data/pack.py", "data/order.py", "train/schedule.py"]
 OTHERS = ["ray", "pydantic", "yaml", "pyarrow", "safetensors", "click", "rich", "transformers", "tokenizers", "plotext", "numpy", "hypothesis"]
 WITHOUT_OTHERS = f"import sys\nfor name in {OTHERS}: sys.modules[name] = None\n"

@@ -1,7 +1,7 @@
 """What a checkpoint is: a folder of safetensors files, one per rank, and a manifest that is written last.
 
     checkpoints/step-00000100.attempt-0002/
-        rank-00000.safetensors ...   slices of parameters and of both Adam moments, 1-D, keyed `kind/name`
+        rank-00000.safetensors ...   slices of trainable parameters and of both Adam moments, 1-D, keyed `kind/name`
         manifest.json                names, shapes, which file holds which range, hashes, position, the job
 
 A folder without its manifest is no checkpoint. Nothing in it depends on the number of ranks that reads it. No pickle anywhere.
@@ -20,7 +20,7 @@ from typing import Any
 
 from rayzero3.errors import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"step-(\d+)\.attempt-(\d+)")
 
@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Entry:
-    """One parameter: its shape, whether it trains (then its moments are saved too), and its pieces in ascending order."""
+    """One parameter: its shape, whether it trains, and then its pieces in ascending order. What is frozen is not saved and has none."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -69,6 +69,7 @@ class Manifest:
         parameters: Full name -> Entry.
         files: File name -> {"bytes": size, "blake2b": hex digest of the content}.
         job: The job as plain values.
+        source: Fingerprint of the files that the run was started from; empty where the seed alone made the model.
         scaler: Numbers of the loss scaler; empty without one.
         versions: Of the software that wrote it.
     """
@@ -80,6 +81,7 @@ class Manifest:
     parameters: dict[str, Entry]
     files: dict[str, dict[str, Any]]
     job: dict[str, Any]
+    source: str = ""
     scaler: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     format: int = FORMAT_VERSION

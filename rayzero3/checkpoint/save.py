@@ -13,16 +13,20 @@ from torch import Tensor
 
 from rayzero3.checkpoint.format import Entry, Manifest, Piece, Position, digest, folder_name, rank_file, sync_folder
 from rayzero3.config import Job
-from rayzero3.engine import Zero3Adam, Zero3Sequential
+from rayzero3.engine import Zero3Adam, Zero3Model
 from rayzero3.errors import CheckpointError
 
 _DIGEST_BYTES = 32
 
 
-def save(checkpoints: Path, job: Job, model: Zero3Sequential, optimizer: Zero3Adam, position: Position, attempt: int) -> Path:
+def save(checkpoints: Path, job: Job, model: Zero3Model, optimizer: Zero3Adam, position: Position, attempt: int, source: str = "") -> Path:
     """Write a checkpoint and return its folder. Every rank calls it; when it returns on any, the checkpoint is whole.
 
-    Under hybrid sharding one copy of the model is written.
+    Under hybrid sharding one copy of the model is written. Frozen parameters are not: they are what they were at the start, and are made
+    anew from there.
+
+    Args:
+        source: Fingerprint of the files that the model was started from; empty where the seed alone made it.
 
     Cost: 12 bytes per trainable parameter over N written by each rank; nothing else is copied.
 
@@ -50,19 +54,17 @@ def save(checkpoints: Path, job: Job, model: Zero3Sequential, optimizer: Zero3Ad
         ranks = ", ".join(str(index) for index in failed.nonzero().flatten().tolist())
         raise CheckpointError(f"{folder} was not written by rank {ranks}", None, str(failure) if failure else None, "Free space, then submit again.") from failure
     if comm.total_rank == 0:
-        _manifest(job, model, optimizer, position, attempt, reports).write(folder)
+        _manifest(job, model, optimizer, position, attempt, source, reports).write(folder)
     comm.sum_rows(report[:1].to(device), "checkpoint committed")
     return folder
 
 
-def _slices(model: Zero3Sequential, optimizer: Zero3Adam) -> dict[str, Tensor]:
+def _slices(model: Zero3Model, optimizer: Zero3Adam) -> dict[str, Tensor]:
     """`kind/name` -> this rank's part, 1-D, a view into the chunk."""
     found = {}
     for layer in model.all_layers():
-        for flat in layer.flats:
-            sources = {"parameter": flat.chunk.data}
-            if flat.trainable:
-                sources |= optimizer.tensors(flat.chunk)
+        for flat in [layer.trainable] if layer.trainable is not None else []:
+            sources = {"parameter": flat.chunk.data} | optimizer.tensors(flat.chunk)
             for part in flat.layout.overlaps(flat.rank):
                 for kind, source in sources.items():
                     found[f"{kind}/{layer.full_name(part.name)}"] = source[part.at : part.at + part.stop - part.start]
@@ -81,7 +83,9 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> bytes:
     return path.stat().st_size.to_bytes(8, "little") + bytes.fromhex(digest(path))
 
 
-def _manifest(job: Job, model: Zero3Sequential, optimizer: Zero3Adam, position: Position, attempt: int, reports: Tensor) -> Manifest:
+def _manifest(
+    job: Job, model: Zero3Model, optimizer: Zero3Adam, position: Position, attempt: int, source: str, reports: Tensor
+) -> Manifest:
     files = {}
     for rank, row in enumerate(reports):
         raw = bytes(row[1:].tolist())
@@ -90,7 +94,7 @@ def _manifest(job: Job, model: Zero3Sequential, optimizer: Zero3Adam, position: 
     for layer in model.all_layers():
         for flat in layer.flats:
             pieces: dict[str, list[Piece]] = {slot.name: [] for slot in flat.layout.slots}
-            for rank in range(model.comm.world_size):
+            for rank in range(model.comm.world_size if flat.trainable else 0):
                 for part in flat.layout.overlaps(rank):
                     pieces[part.name].append(Piece(rank_file(rank), part.start, part.stop))
             for slot in flat.layout.slots:
@@ -104,6 +108,7 @@ def _manifest(job: Job, model: Zero3Sequential, optimizer: Zero3Adam, position: 
         parameters=entries,
         files=files,
         job=job.model_dump(mode="json"),
+        source=source,
         scaler={} if optimizer.scaler is None else optimizer.scaler.numbers(),
         versions={"torch": torch.__version__, "safetensors": safetensors.__version__},
     )

@@ -11,7 +11,7 @@ from rayzero3.train.check import Resources
 def check_capacity(job: Job, jobs: Jobs) -> None:
     """Refuse a job that the whole cluster can't hold. Raises ClusterError with what it has."""
     try:
-        Resources.of(job, jobs.resources())
+        Resources.of(job.workers, jobs.resources())
     except ClusterError as error:
         if not jobs.own_head or job.workers.device == "gpu":
             raise

@@ -13,7 +13,7 @@ from rayzero3.cli import auth, head, show
 from rayzero3.cli.checks import check_capacity, check_unique
 from rayzero3.cli.follow import exit_code, follow
 from rayzero3.cli.jobs import Jobs, connect, given_address
-from rayzero3.config import Job, load_job
+from rayzero3.config import load_job
 from rayzero3.errors import ClusterError
 from rayzero3.train.check import check_data
 
@@ -27,7 +27,7 @@ def submit(file: str, address: str | None, overrides: tuple[str, ...], detach: b
     else:
         check_data(job)
     suffix = _suffix(address)
-    jobs, started = _connect_or_start(address, job)
+    jobs, started = connect_or_start(address, job.workers.count, job.workers.device)
     try:
         check_capacity(job, jobs)
     except ClusterError:
@@ -149,6 +149,11 @@ def note(text: str) -> None:
     click.echo(text, err=True)
 
 
+def follow_job(jobs: Jobs, job_id: str) -> int:
+    """Show a job's log to its end; Ctrl-C ends the following, not the job. The exit code."""
+    return _follow(jobs, job_id, job_id, "" if jobs.own_head else f" --address {jobs.address}")
+
+
 def _follow(jobs: Jobs, job_id: str, name: str, suffix: str) -> int:
     try:
         info = follow(jobs, job_id, note=note)
@@ -189,13 +194,13 @@ def _connect(option: str | None) -> Jobs:
     return connect(address, own)
 
 
-def _connect_or_start(option: str | None, job: Job) -> tuple[Jobs, bool]:
-    """The cluster for a job, and whether it was started for it."""
+def connect_or_start(option: str | None, workers: int, device: str) -> tuple[Jobs, bool]:
+    """The cluster for so many workers, and whether it was started for them."""
     auth.use(_is_own(given_address(option)))
     if given_address(option) is not None or head.find() is not None:
         return _connect(option), False
     cores = os.cpu_count() or 1
-    num_cpus = cores if job.workers.device == "gpu" else max(cores, job.workers.count + 2)
+    num_cpus = cores if device == "gpu" else max(cores, workers + 2)
     note(f"no cluster was named and none of ours runs: starting a Ray head on this machine, on loopback, with {num_cpus} logical CPUs ...")
     return connect(head.start(num_cpus).dashboard, own_head=True), True
 

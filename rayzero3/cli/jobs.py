@@ -49,14 +49,22 @@ class Jobs:
 
     def submit(self, job: Job, entrypoint: str | None = None) -> str:
         """Send a job; its submission id. The job file travels as job.yaml, which the entrypoint finds in its folder."""
+        facts = {"run_folder": str(job.run_folder), "steps": str(job.train.steps)}
+        return self._submit(job.name, entrypoint or f"{self.python} -m rayzero3.train.launch job.yaml", job.to_yaml(), facts)
+
+    def submit_generate(self, request: str) -> str:
+        """Send a request for text, as YAML or JSON; its submission id."""
+        return self._submit("generate", f"{self.python} -m rayzero3.train.generate job.yaml", request, {})
+
+    def _submit(self, name: str, entrypoint: str, file: str, facts: dict[str, str]) -> str:
         with _explained(self.address), tempfile.TemporaryDirectory(prefix="rayzero3-job-") as folder:
-            (Path(folder) / "job.yaml").write_text(job.to_yaml(), encoding="utf-8")
-            job_id = self._new_id(job.name)
+            (Path(folder) / "job.yaml").write_text(file, encoding="utf-8")
+            job_id = self._new_id(name)
             return self._client.submit_job(
-                entrypoint=entrypoint or f"{self.python} -m rayzero3.train.launch job.yaml",
+                entrypoint=entrypoint,
                 submission_id=job_id,
                 runtime_env={"working_dir": folder, "env_vars": {**ENVIRONMENT, "RAYZERO3_JOB_ID": job_id}},
-                metadata={"name": job.name, "rayzero3": __version__, "run_folder": str(job.run_folder), "steps": str(job.train.steps)},
+                metadata={"name": name, "rayzero3": __version__, **facts},
             )
 
     @property

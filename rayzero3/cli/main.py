@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TextIO
 
 import click
 
@@ -105,6 +106,61 @@ def tokenize(
     from rayzero3.cli import commands
 
     return commands.tokenize(inputs, out.absolute(), tokenizer, vocab_size, pattern, exclude, validation_fraction, text_key)
+
+
+@cli.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path, file_okay=False))
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Of the tensors; that of the run's model folder unless given, or fp32.")
+def export(checkpoint: Path, out: Path, dtype: str | None) -> int:
+    """Write a checkpoint as a Hugging Face folder.
+
+    CHECKPOINT is a checkpoint or the folder of a run, whose newest one it is. A run with LoRA becomes an adapter in peft's format. Needs no
+    GPU and little memory.
+    """
+    from rayzero3.cli import models
+
+    return models.export(checkpoint.absolute(), out.absolute(), dtype)
+
+
+@cli.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="What to continue; may be given several times.")
+@click.option("--prompts", "file", type=click.File(encoding="utf-8"), help="A file with a prompt on each line.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens added to a prompt at most.")
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Draw from the likeliest tokens of this probability.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of what is drawn.")
+@click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Workers on the cluster that share the model; one runs here.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", show_default=True)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="To compute in; the run's unless given, fp32 for a folder.")
+@click.option("--storage", type=click.Path(path_type=Path), default=Path("runs"), show_default=True, help="Folder shared by the nodes, for several workers.")
+@address_option
+def generate(
+    model: Path,
+    prompts: tuple[str, ...],
+    file: TextIO | None,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    workers: int,
+    device: str,
+    dtype: str | None,
+    storage: Path,
+    address: str | None,
+) -> int:
+    """Continue prompts with a model: a checkpoint, the folder of a run, or a Hugging Face folder.
+
+    Prints a line of JSON for each prompt: prompt and text.
+    """
+    prompts += tuple(line.rstrip("\n") for line in file) if file else ()
+    if not prompts:
+        raise click.UsageError("Give a --prompt TEXT, or --prompts FILE.")
+    from rayzero3.cli import models
+
+    choices = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed, "workers": workers, "device": device}
+    return models.generate({"model": model.absolute(), "prompts": prompts, "compute_dtype": dtype, "storage": storage.absolute(), **choices}, address)
 
 
 @cli.group()

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from rayzero3.engine.blocks import BlockFlat
 from rayzero3.engine.comm import Comm
 from rayzero3.engine.flat import FlatParameter
 from rayzero3.engine.places import ChunkedParameter
@@ -65,22 +66,27 @@ def check_buffers(module: nn.Module, label: str, device: torch.device) -> None:
 
 
 def flat_parameters(
-    module: nn.Module, comm: Comm, device: torch.device, dtype: torch.dtype, offload: bool
+    module: nn.Module, comm: Comm, device: torch.device, dtype: torch.dtype, offload: bool, frozen_blocks: bool
 ) -> list[tuple[FlatParameter, dict[str, nn.Parameter]]]:
     """The flat parameters of a module, the trainable one first, then one for each dtype of frozen ones; and the parameters that go into each.
 
-    Parameters that another layer holds are left out.
+    Parameters that another layer holds are left out. With `frozen_blocks` frozen matrices go into a BlockFlat.
     """
-    groups: dict[tuple[bool, torch.dtype], dict[str, nn.Parameter]] = {}
+    groups: dict[tuple[bool, bool, torch.dtype], dict[str, nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, ChunkedParameter):
-            trainable = parameter.requires_grad
-            groups.setdefault((not trainable, torch.float32 if trainable else parameter.dtype), {})[plain_name(name)] = parameter
+            frozen = not parameter.requires_grad
+            blocks = frozen and frozen_blocks and parameter.dim() > 1 and parameter.is_floating_point()
+            chunk_dtype = parameter.dtype if frozen and not blocks else torch.float32
+            groups.setdefault((frozen, blocks, chunk_dtype), {})[plain_name(name)] = parameter
     made = []
-    for (frozen, chunk_dtype), values in sorted(groups.items(), key=lambda group: (group[0][0], str(group[0][1]))):
+    for (frozen, blocks, chunk_dtype), values in sorted(groups.items(), key=lambda group: (*group[0][:2], str(group[0][2]))):
         shapes = {name: tuple(value.shape) for name, value in values.items()}
         full_dtype = dtype if chunk_dtype.is_floating_point else chunk_dtype
-        made.append((FlatParameter(shapes, comm, device, not frozen, chunk_dtype, full_dtype, offload), values))
+        if blocks:
+            made.append((BlockFlat(shapes, comm, device, full_dtype, offload), values))
+        else:
+            made.append((FlatParameter(shapes, comm, device, not frozen, chunk_dtype, full_dtype, offload), values))
     return made
 
 
@@ -103,32 +109,35 @@ def fill_chunk(flat: FlatParameter, values: dict[str, Tensor], label: str, initi
     if initialize is None or on_meta != set(values):
         names = ", ".join(full_name(label, name) for name in sorted(on_meta))
         raise StateError(names, "on the meta device", "it has no values", "Pass initialize=, and put all of the layer on the meta device.")
+    own = flat.values()
     for overlap in flat.layout.overlaps(flat.rank):
         name, shape = full_name(label, overlap.name), tuple(values[overlap.name].shape)
         if not callable(initialize):
             for start in range(overlap.start, overlap.stop, _READ_NUMEL):
                 part = initialize.read(name, shape, start, min(start + _READ_NUMEL, overlap.stop))
                 at = overlap.at + start - overlap.start
-                flat.chunk.data[at : at + part.numel()].copy_(part)
+                own[at : at + part.numel()].copy_(part)
             continue
         full = torch.full(shape, torch.nan)
         initialize(name, full, generator_for(seed, name))
         part = full.view(-1)[overlap.start : overlap.stop]
         if not torch.isfinite(part).all():
             raise StateError(name, "not finite after its initialisation", "initialize must fill every element", "Add a rule for this name.")
-        flat.chunk.data[overlap.at : overlap.at + part.numel()].copy_(part)
+        own[overlap.at : overlap.at + part.numel()].copy_(part)
         del full, part  # before the next one is made
+    flat.store(own)
 
 
 def _fill_from_first(flat: FlatParameter, values: dict[str, Tensor], label: str) -> None:
-    chunks = None
+    chunks, values_here = None, flat.values()
     if flat.rank == 0:
         chunks = []
         for rank in range(flat.layout.world_size):
-            chunks.append(torch.zeros_like(flat.chunk.data, device=flat.device))
+            chunks.append(torch.zeros_like(values_here, device=flat.device))
             for part in flat.layout.overlaps(rank):
                 source = values[part.name].reshape(-1)[part.start : part.stop]
                 chunks[rank][part.at : part.at + source.numel()].copy_(source)
-    own = flat.chunk.data.to(flat.device)
+    own = values_here.to(flat.device)
     flat.comm.scatter_from_first(chunks, own, label)
-    flat.chunk.data.copy_(own)
+    values_here.copy_(own)
+    flat.store(values_here)

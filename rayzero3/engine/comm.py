@@ -80,6 +80,11 @@ class Comm:
         if self.replicas:
             self.replicas.watch()
 
+    @property
+    def lends(self) -> bool:
+        """Whether peers may go on reading what was gathered after the wait for it, until `settle`."""
+        return self._board is not None
+
     def settle(self, tensor: Tensor) -> None:
         """Wait until no peer reads from a tensor's memory any more: before it is freed or changed, after the wait for what it was lent for.
 

@@ -44,9 +44,9 @@ class FlatParameter:
         full_dtype: torch.dtype,
         offload: bool = False,
     ) -> None:
-        self.layout, self.rank, self.trainable = FlatLayout.of(shapes, comm.world_size, comm.total_size // comm.world_size), comm.rank, trainable
+        self.layout, self.rank, self.trainable = self._lay_out(shapes, comm), comm.rank, trainable
         slots = {slot.name: slot for slot in self.layout.slots}
-        self.device, numel = device, self.layout.chunk_numel
+        self.device, numel = device, self.chunk_elements
         values = host_empty(numel, chunk_dtype, device).zero_() if offload else torch.zeros(numel, dtype=chunk_dtype, device=device)
         self._chunk = nn.Parameter(values, requires_grad=trainable)
         self._chunk.offload = Offload(self._chunk) if offload else None
@@ -61,6 +61,14 @@ class FlatParameter:
         self._chunk.parts = [(slots[part.name].shape, part.at, part.at + part.stop - part.start) for part in self.layout.overlaps(self.rank)]
         self.join(comm)
         self.free()
+
+    def _lay_out(self, shapes: dict[str, tuple[int, ...]], comm: Comm) -> FlatLayout:
+        return FlatLayout.of(shapes, comm.world_size, comm.total_size // comm.world_size)
+
+    @property
+    def chunk_elements(self) -> int:
+        """Elements of the stored chunk: C."""
+        return self.layout.chunk_numel
 
     def join(self, comm: Comm) -> None:
         """Use another communicator of the same ranks; the chunk carries it, for the optimizer's global norm."""
@@ -97,6 +105,16 @@ class FlatParameter:
         """Put this rank's chunk into its slice of the full buffer, for an in-place gather."""
         self._own.copy_(self.chunk.to(self.device, non_blocking=True))
 
+    def fetched(self) -> None:
+        """The gather is over: make the full parameters of what came, where that is something else."""
+
+    def values(self) -> Tensor:
+        """A buffer for this rank's values, (C,), to be filled and given to `store`: here the chunk itself."""
+        return self.chunk.data
+
+    def store(self, values: Tensor) -> None:
+        """Keep this rank's values."""
+
     def free(self) -> None:
         """Give the full buffer's memory back, once no peer reads from it. The views stay, unreadable until the next fetch."""
         self.settle()
@@ -118,6 +136,10 @@ class FlatParameter:
         full[start:stop] = self.chunk.data
         self.comm.all_gather(full, label).wait()
         self.comm.settle(full)
+        return self._named(full)
+
+    def _named(self, full: Tensor) -> dict[str, Tensor]:
+        """Copies of the parameters in a full flat parameter."""
         return {slot.name: full[slot.offset : slot.end].view(slot.shape).clone() for slot in self.layout.slots}
 
     def write_grad(self, name: str, dtype: torch.dtype) -> None:

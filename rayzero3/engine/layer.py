@@ -43,6 +43,7 @@ class Zero3Layer(nn.Module):
         initialize: Fills one parameter, or Weights to read from; needed for modules on the meta device, and so is a name.
         seed: For `initialize`.
         offload: Keep the chunks in host memory, where Zero3Adam updates them.
+        frozen_blocks: Keep frozen matrices in 8-bit blocks, see BlockFlat.
         recompute: Keep only the inputs for backward and run the module again there (activation checkpointing).
 
     Attributes:
@@ -75,6 +76,7 @@ class Zero3Layer(nn.Module):
         seed: int = 0,
         recompute: bool = False,
         offload: bool = False,
+        frozen_blocks: bool = False,
     ) -> None:
         super().__init__()
         comm = Comm(group, device)
@@ -83,7 +85,7 @@ class Zero3Layer(nn.Module):
                 "(rank, world_size)", (rank, world_size), f"this process is {(comm.total_rank, comm.total_size)} in its process group", "Pass those."
             )
         self.module, self.name, self.device, self.dtype = module, name, torch.device(device), dtype
-        self.recompute, self.offload = recompute, offload
+        self.recompute, self.offload, self.frozen_blocks = recompute, offload, frozen_blocks
         self.state = LayerState.CHUNKED
         self.trainable: FlatParameter | None = None
         self.frozen: list[FlatParameter] = []
@@ -101,11 +103,15 @@ class Zero3Layer(nn.Module):
     @property
     def label(self) -> str:
         """How errors and the ledger call this layer."""
-        return self.name if self.name is not None else type(self.module).__name__
+        return self.name or type(self.module).__name__
 
     def full_name(self, name: str) -> str:
         """The name in the model of this layer's parameter `name`; seeds, checkpoints and errors go by it."""
-        return full_name(self.label, name)
+        return full_name(self._prefix, name)
+
+    @property
+    def _prefix(self) -> str:
+        return self.label if self.name is None else self.name
 
     @property
     def flats(self) -> list[FlatParameter]:
@@ -154,8 +160,9 @@ class Zero3Layer(nn.Module):
         """
         self.start_fetch()
         if self.state is LayerState.FETCHING:
-            for pending in self._pending:
+            for pending, flat in zip(self._pending, self.flats, strict=True):
                 pending.wait()
+                flat.fetched()
             self._pending = []
             self._move(LayerState.FETCHED)
 
@@ -280,8 +287,8 @@ class Zero3Layer(nn.Module):
     def shard(self, initialize: Initializer | Weights | None = None, seed: int = 0) -> None:
         """Replace the module's own parameters by views of flat parameters, and fill the chunks; those that other layers hold stay theirs."""
         self.trainable, self.frozen, self.places, views = None, [], Places(), {}
-        for flat, values in flat_parameters(self.module, self.comm, self.device, self.dtype, self.offload):
-            fill_chunk(flat, {name: value.detach() for name, value in values.items()}, self.label, initialize, seed)
+        for flat, values in flat_parameters(self.module, self.comm, self.device, self.dtype, self.offload, self.frozen_blocks):
+            fill_chunk(flat, {name: value.detach() for name, value in values.items()}, self._prefix, initialize, seed)
             for name, value in values.items():
                 view = views[id(value)] = flat.parameters[name]
                 value.zero3_home = view.zero3_home = (weakref.ref(self), name)

@@ -69,13 +69,20 @@ class FlatLayout:
     chunk_numel: int
 
     @classmethod
-    def of(cls, shapes: dict[str, tuple[int, ...]], world_size: int, pieces: int = 1) -> FlatLayout:
+    def of(
+        cls,
+        shapes: dict[str, tuple[int, ...]],
+        world_size: int,
+        pieces: int = 1,
+        slot_alignment: int = SLOT_ALIGNMENT,
+        chunk_alignment: int = CHUNK_ALIGNMENT,
+    ) -> FlatLayout:
         """Lay out parameters end to end, each at an aligned offset, padded so that N equal chunks of `pieces` equal aligned parts cover them."""
         slots, end = [], 0
         for name, shape in shapes.items():
-            slots.append(Slot(name, tuple(shape), round_up(end, SLOT_ALIGNMENT)))
+            slots.append(Slot(name, tuple(shape), round_up(end, slot_alignment)))
             end = slots[-1].end
-        return cls(tuple(slots), world_size, round_up(-(-end // world_size), CHUNK_ALIGNMENT * pieces))
+        return cls(tuple(slots), world_size, round_up(-(-end // world_size), chunk_alignment * pieces))
 
     @property
     def padded_numel(self) -> int:

@@ -60,7 +60,7 @@ def predict(model: Zero3Model, optimizer: Zero3Adam, hold_gradients: bool = Fals
     trainable = [layer.trainable for layer in layers if layer.trainable is not None]
     elements = sum(flat.layout.chunk_numel for flat in trainable)
     per_parameter = 4 + 2 * optimizer.moment_dtype.itemsize + (4 if optimizer.average_decay is not None else 0)
-    frozen = sum(flat.layout.chunk_numel * flat.chunk.element_size() for layer in layers for flat in layer.frozen)
+    frozen = sum(flat.chunk.nbytes for layer in layers for flat in layer.frozen)
     constant, passing, last = model.whole_bytes()
     largest = sorted(passing, reverse=True)[: 1 + model.prefetch]
     sizes = sorted((4 * flat.layout.padded_numel if hold_gradients else flat.padded_bytes for flat in trainable), reverse=True)

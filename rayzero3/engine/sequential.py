@@ -99,8 +99,8 @@ class Zero3Sequential(Zero3Model):
         super().__init__(modules, prefetch, average, rooted=False)
         self.layers = nn.ModuleList(modules)
 
-    def forward(self, x: Any) -> Any:
-        """Each layer's output is the next one's input."""
+    def forward(self, x: Any, *shared: Any) -> Any:
+        """Each layer's output is the next one's input; what comes after it is given to every layer."""
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, *shared)
         return x

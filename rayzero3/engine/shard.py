@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ def shard_model(
     initialize: Initializer | Weights | None = None,
     seed: int = 0,
     offload: bool = False,
+    frozen_blocks: bool = False,
+    recompute: Container[str] = (),
     prefetch: int = 1,
     average: bool = True,
 ) -> ShardedModel:
@@ -66,7 +69,8 @@ def shard_model(
     Args:
         model: The module; it is changed in place. Weights may be tied, modules may stand in several places.
         layers: Globs for the names of the blocks, such as `model.layers.*`.
-        device, dtype, group, initialize, seed, offload: As in Zero3Layer. Names are those of `model`.
+        device, dtype, group, initialize, seed, offload, frozen_blocks: As in Zero3Layer. Names are those of `model`.
+        recompute: Names of the blocks that run again in backward, see Zero3Layer.
         pin: Globs for the names of parameters that are pinned.
         prefetch, average: As in Zero3Model.
 
@@ -75,7 +79,7 @@ def shard_model(
     """
     comm = Comm(group)
     rank, world_size = comm.total_rank, comm.total_size
-    shared = {"device": device, "dtype": dtype, "group": group, "initialize": initialize, "seed": seed, "offload": offload}
+    shared = {"device": device, "dtype": dtype, "group": group, "initialize": initialize, "seed": seed, "offload": offload, "frozen_blocks": frozen_blocks}
     blocks = _blocks(model, layers)
     inside = {id(part) for block in blocks.values() for part in block.modules()}
     pinned = _pin(model, pin, inside, rank, world_size, shared)
@@ -86,7 +90,7 @@ def shard_model(
         leaf = id(module) not in inside and any(True for _ in core.parameters(recurse=False)) and not any(True for _ in core.children())
         if (whole or leaf) and id(module) not in made:
             inside.add(id(core))
-            made[id(module)] = Zero3Layer(module, rank, world_size, name=plain_name(name), **shared)
+            made[id(module)] = Zero3Layer(module, rank, world_size, name=plain_name(name), recompute=plain_name(name) in recompute, **shared)
     for parent in [part for part in model.modules() if not isinstance(part, Zero3Layer)]:
         for attribute, child in parent._modules.items():
             if id(child) in made and parent is not made[id(child)]:

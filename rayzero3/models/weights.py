@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 from collections.abc import Iterator
 from math import prod
@@ -24,28 +25,52 @@ class SafetensorsWeights:
     Args:
         path: A safetensors file, or a folder with `model.safetensors` or with several files and their `model.safetensors.index.json`.
 
+    Attributes:
+        path: As given.
+
     Raises:
         CheckpointError: there are no such files, or one is not what its format says.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        folder = self._path if self._path.is_dir() else self._path.parent
-        if (folder / INDEX).exists() and self._path.is_dir():
+        self.path = Path(path)
+        folder = self.path if self.path.is_dir() else self.path.parent
+        if (folder / INDEX).exists() and self.path.is_dir():
             names = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
         else:
-            names = [SINGLE if self._path.is_dir() else self._path.name]
+            names = [SINGLE if self.path.is_dir() else self.path.name]
         self._files: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
         for name in names:
             try:
                 file = safe_open(folder / name, "pt")
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"weights {folder / name}", "not readable", str(error), "Give a safetensors file or a folder of them.") from None
             self._files |= dict.fromkeys(file.keys(), file)
+            self._paths |= dict.fromkeys(file.keys(), folder / name)
+
+    def __contains__(self, name: str | None) -> bool:
+        return name in self._files
 
     def names(self) -> list[str]:
         """All parameters, sorted."""
         return sorted(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A parameter's shape."""
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """A parameter's dtype as the format writes it: F32, BF16, ..."""
+        return self._files[name].get_slice(name).get_dtype()
+
+    def fingerprint(self) -> str:
+        """Hex digest of every file's name, size and first MiB: tells other weights apart without reading all of these."""
+        digest = hashlib.blake2b(digest_size=16)
+        for path in sorted({self._paths[name] for name in self._files}):
+            with open(path, "rb") as file:
+                digest.update(f"{path.name}/{path.stat().st_size}/".encode() + file.read(2**20))
+        return digest.hexdigest()
 
     def read(self, name: str, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a flattened parameter, 1-D, in the file's dtype. Copies just those.
@@ -56,11 +81,11 @@ class SafetensorsWeights:
         if name not in self._files:
             close = difflib.get_close_matches(name, self._files, n=1)
             hint = f"Did you mean {close[0]}?" if close else f"There are {', '.join(self.names()[:5])}, ..."
-            raise CheckpointError(f"{name} is not among the weights in {self._path}", None, None, hint)
+            raise CheckpointError(f"{name} is not among the weights in {self.path}", None, None, hint)
         part = self._files[name].get_slice(name)
         if tuple(part.get_shape()) != shape:
             raise CheckpointError(
-                f"{name} in {self._path}", f"of shape {tuple(part.get_shape())}", f"the model has {shape}", "Build the model that they belong to."
+                f"{name} in {self.path}", f"of shape {tuple(part.get_shape())}", f"the model has {shape}", "Build the model that they belong to."
             )
         if not shape:
             return self._files[name].get_tensor(name).view(1)

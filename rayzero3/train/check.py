@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from rayzero3.config import Job
-from rayzero3.data.manifest import Manifest, check_shards
+from rayzero3.config.sections import WorkersSection
+from rayzero3.data.manifest import TOKENIZER, Manifest, check_shards
 from rayzero3.errors import ClusterError, ConfigError
 
 
@@ -20,7 +23,17 @@ def check_data(job: Job) -> Manifest:
     check_shards(job.data.path, manifest)
     if job.model.vocab_size is not None and job.model.vocab_size < manifest.vocab_size:
         raise ConfigError("model.vocab_size", job.model.vocab_size, f"the tokenizer has {manifest.vocab_size} tokens", "Raise it, or leave it out.")
+    if job.model.init_from is not None:
+        _check_tokenizer(job.model.init_from / TOKENIZER, job.data.path / TOKENIZER)
     return manifest
+
+
+def _check_tokenizer(model: Path, data: Path) -> None:
+    """Both must turn the same text into the same tokens: a model that is fine-tuned on other numbers learns nothing but noise."""
+    if model.exists() and data.exists():
+        mine, theirs = (json.loads(path.read_text(encoding="utf-8"))["model"] for path in (model, data))
+        if mine.get("vocab") != theirs.get("vocab") or mine.get("merges") != theirs.get("merges"):
+            raise ConfigError(f"the tokenizer in {data.parent}", None, f"it is not that of {model.parent}", f"Tokenize again with --tokenizer {model}.")
 
 
 @dataclass(frozen=True)
@@ -38,14 +51,14 @@ class Resources:
     data_cpus: float
 
     @classmethod
-    def of(cls, job: Job, total: dict[str, float]) -> Resources:
+    def of(cls, workers: WorkersSection, total: dict[str, float]) -> Resources:
         """Share a cluster that has `total` logical CPUs ("CPU") and GPUs ("GPU"), in use or not.
 
         Raises:
             ClusterError: it can't hold the workers, even with nothing else on it.
         """
-        count, cpus, gpus = job.workers.count, total.get("CPU", 0.0), total.get("GPU", 0.0)
-        gpu = job.workers.device == "gpu" or (job.workers.device == "auto" and gpus >= 1)
+        count, cpus, gpus = workers.count, total.get("CPU", 0.0), total.get("GPU", 0.0)
+        gpu = workers.device == "gpu" or (workers.device == "auto" and gpus >= 1)
         kind, has = ("GPU", gpus) if gpu else ("CPU", cpus)
         if count > has:
             fewer = f"Set workers.count to at most {has:g}, or add nodes." if has >= 1 else "Set workers.device: cpu, or use a cluster with GPUs."

@@ -24,6 +24,7 @@ from rayzero3.train.process_group import ProcessGroup
 from rayzero3.train.progress import Progress
 from rayzero3.train.run import Run
 from rayzero3.train.summary import comparison, loss_curve, next_commands
+from rayzero3.train.trainee import check_model
 from rayzero3.train.worker import train_worker
 
 POLL_S = "0.2"
@@ -41,7 +42,7 @@ def fit(job: Job) -> None:
         TrainingError: workers failed more often than the job allows; the error shows rank and cause.
     """
     run = Run(job.run_folder)
-    resources, before = Resources.of(job, ray.cluster_resources()), run.last_attempt()
+    resources, before = Resources.of(job.workers, ray.cluster_resources()), run.last_attempt()
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={"job": job.model_dump(mode="json"), "data_cpus": resources.data_cpus},
@@ -85,6 +86,7 @@ def _explain(run: Run, attempt: int, failures: dict[int, Exception]) -> Training
 def run_job(job: Job) -> int:
     """Check, lock, train and sum up. The exit code: 0, or 130 if the run was asked to stop before its last step."""
     manifest = check_data(job)
+    check_model(job, manifest.vocab_size)
     for split in filter(manifest.tokens, SPLITS):
         packing_index(job.data.path, manifest, split, job.data.sequence_length)
     run = Run(job.run_folder)

@@ -5,19 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rayzero3.config import Job
-from rayzero3.engine import LossScaler, Zero3Adam, Zero3Layer, Zero3Sequential, hybrid_mesh
-from rayzero3.models.gpt_neox import gpt_neox, initialize
 from rayzero3.train.schedule import learning_rate
-from rayzero3.train.step import inputs_and_labels, train_step
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from rayzero3.train.step import train_step
+from rayzero3.train.trainee import Trainee
 
 
 @dataclass(frozen=True)
@@ -47,47 +43,9 @@ class StepResult:
     seconds: float
 
 
-def build(job: Job, vocab_size: int, rank: int, world_size: int, device: torch.device) -> tuple[Zero3Sequential, Zero3Adam]:
-    """The job's model in chunks, initialised from (seed, name), and its optimizer. No rank ever holds the whole model."""
-    with torch.device("meta"):
-        modules = gpt_neox(job.model, vocab_size)
-    dtype = DTYPES[job.train.compute_dtype]
-    train, layers, workers = job.train, [], job.workers
-    group = hybrid_mesh(workers.shard_group, device, timedelta(seconds=workers.timeout_s)) if workers.shard_group else None
-    for index, module in enumerate(modules):
-        block = 0 < index < len(modules) - 1
-        again = block and train.recompute_every > 0 and index % train.recompute_every == 0
-        layers.append(
-            Zero3Layer(
-                module, rank, world_size, device, dtype, group=group, name=str(index), initialize=initialize, seed=job.seed, offload=train.offload, recompute=again
-            )
-        )
-    model = Zero3Sequential(layers, average=False)
-    scaler = LossScaler(device) if dtype is torch.float16 else None
-    optimizer = Zero3Adam(
-        model.get_trainable_chunk(),
-        train.learning_rate,
-        train.adam_betas,
-        train.adam_eps,
-        train.weight_decay,
-        scaler,
-        DTYPES[train.moment_dtype],
-        train.average_decay,
-    )
-    return model, optimizer
-
-
-def dtypes(job: Job) -> str:
-    """The dtypes in force, for people."""
-    train = job.train
-    sent = train.compute_dtype if train.reduce_every == "micro_batch" else "fp32"
-    return f"parameters fp32, compute {train.compute_dtype}, gradients sent in {sent} and summed in fp32, moments {train.moment_dtype}"
-
-
 def steps(
     job: Job,
-    model: Zero3Sequential,
-    optimizer: Zero3Adam,
+    trainee: Trainee,
     batches: Iterator[tuple[np.ndarray, np.ndarray]],
     done: int,
     samples: int,
@@ -106,8 +64,8 @@ def steps(
     for step in range(done + 1, train.steps + 1):
         start = time.perf_counter()
         ids, tokens = next(batches)
-        inputs, labels = inputs_and_labels(ids, tokens, device)
         rate = learning_rate(step, train)
-        loss, norm, stop = train_step(model, optimizer, inputs, labels, train, rate, asked_to_stop())
+        trainee.keys.step = step
+        loss, norm, stop = train_step(trainee, ids, tokens, device, job, rate, asked_to_stop())
         samples += train.global_batch
-        yield StepResult(step, loss, norm, stop, optimizer.first_overflow, rate, samples, ids[ids >= 0].tolist(), time.perf_counter() - start)
+        yield StepResult(step, loss, norm, stop, trainee.optimizer.first_overflow, rate, samples, ids[ids >= 0].tolist(), time.perf_counter() - start)

@@ -27,6 +27,8 @@ class Metrics:
         gauges: Publishes to the cluster's metrics endpoint.
         scaler: The loss scaler, if there is one; it may skip steps.
         layers: Names of the trainable layers.
+        flops_per_sample: Of a sample in a step.
+        peak_flops: FLOP/s of all workers together; None where it is not known.
     """
 
     def __init__(
@@ -39,7 +41,10 @@ class Metrics:
         gauges: Gauges,
         scaler: LossScaler | None = None,
         layers: Sequence[str] = (),
+        flops_per_sample: int = 0,
+        peak_flops: float | None = None,
     ) -> None:
+        self._samples_for_peak = None if peak_flops is None else peak_flops / flops_per_sample
         self._scaler, self._layers = scaler, layers
         self._run, self._rank, self._attempt, self._gauges = run, rank, attempt, gauges
         self._tokens_per_sample, self._tokens_per_step = tokens_per_sample, tokens_per_sample * global_batch
@@ -89,9 +94,14 @@ class Metrics:
                     "samples": result.samples,
                     "tokens": result.samples * self._tokens_per_sample,
                     "tokens_per_s": round(tokens_per_s, 1),
+                    "mfu": self._mfu(tokens_per_s),
                     "seconds": round(result.seconds, 4),
                     "attempt": self._attempt,
                     "time": round(time.time(), 3),
                 },
             )
         return bool(result.stop)
+
+    def _mfu(self, tokens_per_s: float) -> float | None:
+        """Model FLOPs per second over the peak."""
+        return None if self._samples_for_peak is None else round(tokens_per_s / self._tokens_per_sample / self._samples_for_peak, 4)

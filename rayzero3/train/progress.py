@@ -62,17 +62,18 @@ class Progress:
     def _step_line(self, last: dict[str, Any]) -> str:
         steps = self._job.train.steps
         norm = "overflow" if last["grad_norm"] is None else f"{last['grad_norm']:.3f}"
+        mfu = "" if last["mfu"] is None else f"MFU {last['mfu']:.1%}  "
         left_s = (steps - last["step"]) * statistics.median(self._seconds)
         return (
             f"step {last['step']:>{len(str(steps))}}/{steps}  loss {last['loss']:.4f}  gradient norm {norm}  "
-            f"{last['tokens_per_s']:,.0f} tokens/s  {duration(left_s)} left"
+            f"{last['tokens_per_s']:,.0f} tokens/s  {mfu}{duration(left_s)} left"
         )
 
     def _event_line(self, event: dict[str, Any]) -> str:
         if event["event"] == "start":
             what = "started" if event["checkpoint"] is None else f"goes on after step {event['step']}, from {event['checkpoint']}"
             first = f"attempt {event['attempt']} {what} on {event['workers']} {event['device'].split(':')[0]} workers"
-            return f"{first}\n  dtypes: {event['dtypes']}\n  memory of each worker: {event['memory']}"
+            return f"{first}\n  dtypes: {event['dtypes']}\n  memory of each worker: {event['memory']}\n  computation: {event['flops']}"
         if event["event"] == "validation":
             average = f", of the averaged weights {event['average_loss']:.4f}" if "average_loss" in event else ""
             return f"step {event['step']}  validation loss {event['loss']:.4f}{average}"

@@ -11,13 +11,11 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from rayzero3.config import TrainSection
-from rayzero3.engine import Zero3Adam, Zero3Sequential
-
-MASKED = -100
-"""Label of a token that does not count."""
+from rayzero3.config import Job
+from rayzero3.models.context import Context
+from rayzero3.models.loss import MASKED
+from rayzero3.train.trainee import Trainee
 
 
 def inputs_and_labels(ids: np.ndarray, tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -28,22 +26,10 @@ def inputs_and_labels(ids: np.ndarray, tokens: np.ndarray, device: torch.device)
     return rows[:, :-1], rows[:, 1:].masked_fill(padding[:, None], MASKED)  # an assignment by mask would have the host wait for a GPU
 
 
-def loss_sum(model: Zero3Sequential, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy summed over the valid tokens, () fp32, in nats."""
-    logits = model(inputs)
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=MASKED, reduction="sum")
-
-
 def train_step(
-    model: Zero3Sequential,
-    optimizer: Zero3Adam,
-    inputs: Tensor,
-    labels: Tensor,
-    train: TrainSection,
-    learning_rate: float,
-    stop: bool = False,
+    trainee: Trainee, ids: np.ndarray, tokens: np.ndarray, device: torch.device, job: Job, learning_rate: float, stop: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward, backward and update on one global batch, of which this rank has (R, S).
+    """Forward, backward and update on one global batch, of which this rank has the samples `ids`, (R,), and their tokens, (R, S+1).
 
     Loss and gradient are sums over valid tokens, divided once, before backward, by the global number of valid tokens of the step: no
     mean of means, so the number of ranks and the micro-batch change nothing but rounding.
@@ -51,18 +37,22 @@ def train_step(
     Returns:
         The loss per valid token over all ranks, the gradient norm before clipping, and how many ranks say `stop`; each () on the device.
     """
+    train, model, optimizer = job.train, trainee.model, trainee.optimizer
+    inputs, labels = inputs_and_labels(ids, tokens, device)
     valid = model.comm.sum_rows((labels != MASKED).sum().view(1), "valid tokens")
     optimizer.zero_grad()
     total = torch.zeros(2, dtype=torch.float64, device=labels.device)
     total[1].fill_(stop)
-    parts = list(zip(inputs.split(train.micro_batch), labels.split(train.micro_batch), strict=True))
-    with model.keep_fetched(train.keep_fetched_bytes):
-        for index, (part, targets) in enumerate(parts):
+    scale = (1 if optimizer.scaler is None else optimizer.scaler.scale) / valid[0]
+    parts = list(zip(*(part.split(train.micro_batch) for part in (inputs, labels, torch.from_numpy(ids).to(device))), strict=True))
+    with model.keep_fetched(train.keep_fetched_bytes), trainee.training():
+        for index, (part, targets, samples) in enumerate(parts):
             more = index < len(parts) - 1
+            trainee.keys.samples = samples
             with model.hold_gradients() if more and train.reduce_every == "step" else nullcontext():
-                loss = loss_sum(model, part, targets) / valid[0]
-                (loss if optimizer.scaler is None else loss * optimizer.scaler.scale).backward()
-            total[0] += loss.detach()
+                loss = trainee(part, Context(targets, job.loss, scale))
+                (loss * scale).backward()
+            total[0] += loss.detach() / valid[0]
     norm = optimizer.clip(train.clip_norm)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
@@ -72,12 +62,12 @@ def train_step(
 
 
 @torch.no_grad()
-def validation_loss(model: Zero3Sequential, batches: Iterable[tuple[np.ndarray, np.ndarray]], device: torch.device) -> float:
-    """Mean loss in nats over all valid tokens of all ranks' batches. Every rank calls it with equally many batches."""
+def validation_loss(trainee: Trainee, batches: Iterable[tuple[np.ndarray, np.ndarray]], device: torch.device) -> float:
+    """Mean cross-entropy in nats over all valid tokens of all ranks' batches. Every rank calls it with equally many batches."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for ids, tokens in batches:
         inputs, labels = inputs_and_labels(ids, tokens, device)
-        sums[0] += loss_sum(model, inputs, labels)
+        sums[0] += trainee(inputs, Context(labels))
         sums[1] += (labels != MASKED).sum()
-    total, count = model.comm.sum_rows(sums, "validation").tolist()
+    total, count = trainee.model.comm.sum_rows(sums, "validation").tolist()
     return total / count

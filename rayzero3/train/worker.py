@@ -23,11 +23,13 @@ from rayzero3.checkpoint.save import save
 from rayzero3.config import Job, parse_job
 from rayzero3.data.manifest import Manifest
 from rayzero3.data.stream import training_batches, validation_batches
-from rayzero3.engine import Zero3Adam, Zero3Sequential, predict
-from rayzero3.train.loop import build, dtypes, steps
+from rayzero3.engine import predict
+from rayzero3.models.flops import peak_flops
+from rayzero3.train.loop import steps
 from rayzero3.train.metrics import Gauges, Metrics
 from rayzero3.train.run import Run
 from rayzero3.train.step import validation_loss
+from rayzero3.train.trainee import Trainee, build, dtypes
 
 
 class Worker:
@@ -51,16 +53,16 @@ class Worker:
         """Start or resume, and go on to the job's last step."""
         job, run = self.job, self.run
         manifest = Manifest.load(job.data.path)
-        model, optimizer = build(job, job.model.vocab_size or manifest.vocab_size, self.rank, self.world_size, self.device)
-        (self.attempt,) = self._from_first(model, run.new_attempt() if self.rank == 0 else 0)
+        trainee = build(job, manifest.vocab_size, self.rank, self.world_size, self.device)
+        (self.attempt,) = self._from_first(trainee, run.new_attempt() if self.rank == 0 else 0)
         self.write_whereabouts()
-        position = self._resume(model, optimizer)
+        position = self._resume(trainee)
         self.step = position.step
-        names = [layer.label for layer in model.all_layers() if layer.trainable is not None]
+        names = [layer.label for layer in trainee.model.all_layers() if layer.trainable is not None]
         length, batch = job.data.sequence_length, job.train.global_batch
-        metrics = Metrics(run, self.rank, self.attempt, length, batch, self._gauges(), optimizer.scaler, names)
+        metrics = Metrics(run, self.rank, self.attempt, length, batch, self._gauges(), trainee.optimizer.scaler, names, trainee.flops_per_sample, self._peak_flops())
         batches = self._batches(position)
-        for result in steps(job, model, optimizer, batches, position.step, position.samples, self.device, run.stop.exists):
+        for result in steps(job, trainee, batches, position.step, position.samples, self.device, run.stop.exists):
             self.step = result.step
             stop, last = metrics.log(result), result.step == job.train.steps
             validate = manifest.tokens("validation") and (last or result.step % job.validation.every_steps == 0)
@@ -68,11 +70,23 @@ class Worker:
             if validate or checkpoint:
                 stop = metrics.flush() or stop
             if validate:
-                self._validate(model, optimizer)
+                self._validate(trainee)
             if checkpoint or stop:
-                self._checkpoint(model, optimizer, Position(result.step, result.samples))
+                self._checkpoint(trainee, Position(result.step, result.samples))
             if stop:
                 break
+
+    def _peak_flops(self) -> float | None:
+        """FLOP/s of all workers together, taken to be alike; None where it is not known."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        peak = peak_flops(name, self.job.train.compute_dtype)
+        return None if peak is None else peak * self.world_size
+
+    def _flops_line(self, trainee: Trainee) -> str:
+        tflops = f"{trainee.flops_per_sample / 1e12:.3g} TFLOP a sample"
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "a CPU"
+        peak = self._peak_flops()
+        return f"{tflops}; MFU is null, since the peak of {name} is not known" if peak is None else f"{tflops}; peak {peak / 1e12:.4g} TFLOP/s"
 
     def write_whereabouts(self) -> None:
         """Leave where this rank runs in the run's folder: worker.json with attempt, node, network and process id."""
@@ -90,17 +104,17 @@ class Worker:
         text = f"rank {self.rank}, after step {self.step}, in attempt {self.attempt} of {self.world_size} workers\n\n{traceback.format_exc()}"
         self.run.error_file(self.rank, self.attempt).write_text(text, encoding="utf-8")
 
-    def _from_first(self, model: Zero3Sequential, *numbers: int) -> list[int]:
+    def _from_first(self, trainee: Trainee, *numbers: int) -> list[int]:
         """Rank 0's numbers, on every rank; the others' count as nothing."""
         own = torch.tensor(numbers if self.rank == 0 else [0] * len(numbers), device=self.device)
-        return model.comm.sum_rows(own, "rank 0 decides").tolist()
+        return trainee.model.comm.sum_rows(own, "rank 0 decides").tolist()
 
-    def _resume(self, model: Zero3Sequential, optimizer: Zero3Adam) -> Position:
+    def _resume(self, trainee: Trainee) -> Position:
         """Load the newest whole checkpoint, the one that rank 0 finds, or stay at the initial weights."""
         found = newest(self.run.checkpoints) if self.rank == 0 else None
-        step, attempt = self._from_first(model, *((found[1].step, found[1].attempt) if found else (0, 0)))
+        step, attempt = self._from_first(trainee, *((found[1].step, found[1].attempt) if found else (0, 0)))
         folder = self.run.checkpoints / folder_name(step, attempt) if step else None
-        position = Position(0, 0) if folder is None else load(folder, CheckpointManifest.read(folder), self.job, model, optimizer)
+        position = Position(0, 0) if folder is None else load(folder, CheckpointManifest.read(folder), self.job, trainee.model, trainee.optimizer, trainee.source)
         if self.rank == 0:
             self.run.forget_after(step)
             source = folder.name if folder else None
@@ -112,7 +126,8 @@ class Worker:
                 workers=self.world_size,
                 device=str(self.device),
                 dtypes=dtypes(self.job),
-                memory=str(predict(model, optimizer, self.job.train.reduce_every == "step", self.job.train.keep_fetched_bytes)),
+                flops=self._flops_line(trainee),
+                memory=str(predict(trainee.model, trainee.optimizer, self.job.train.reduce_every == "step", self.job.train.keep_fetched_bytes)),
             )
             prune(self.run.checkpoints, self.job.checkpoint.keep, self.attempt)
         return position
@@ -132,7 +147,7 @@ class Worker:
             self.data_cpus,
         )
 
-    def _validate(self, model: Zero3Sequential, optimizer: Zero3Adam) -> None:
+    def _validate(self, trainee: Trainee) -> None:
         job = self.job
         batches = partial(
             validation_batches,
@@ -143,15 +158,15 @@ class Worker:
             self.rank,
             self.world_size,
         )
-        losses = {"loss": validation_loss(model, batches(), self.device)}
+        losses = {"loss": validation_loss(trainee, batches(), self.device)}
         if job.train.average_decay is not None:
-            with optimizer.averaged():
-                losses["average_loss"] = validation_loss(model, batches(), self.device)
+            with trainee.optimizer.averaged():
+                losses["average_loss"] = validation_loss(trainee, batches(), self.device)
         if self.rank == 0:
             self.run.event("validation", attempt=self.attempt, step=self.step, **losses)
 
-    def _checkpoint(self, model: Zero3Sequential, optimizer: Zero3Adam, position: Position) -> None:
-        folder = save(self.run.checkpoints, self.job, model, optimizer, position, self.attempt)
+    def _checkpoint(self, trainee: Trainee, position: Position) -> None:
+        folder = save(self.run.checkpoints, self.job, trainee.model, trainee.optimizer, position, self.attempt, trainee.source)
         if self.rank == 0:
             self.run.event("checkpoint", attempt=self.attempt, step=self.step, folder=folder.name)
             prune(self.run.checkpoints, self.job.checkpoint.keep, self.attempt)

@@ -13,7 +13,8 @@ from rayzero3.checkpoint.format import MANIFEST, Manifest, Position, folder_name
 from rayzero3.checkpoint.load import load
 from rayzero3.checkpoint.save import save
 from rayzero3.errors import CheckpointError, CollectiveError
-from rayzero3.train.loop import build, steps
+from rayzero3.train.loop import steps
+from rayzero3.train.trainee import build
 from tests.engine.models import full_values
 from tests.jobs import VOCABULARY, random_batches, small_job
 from tests.ranks import RankFailed, run_ranks
@@ -42,12 +43,13 @@ def moments(model, optimizer):
 
 def go(rank, world_size, job, until, resume):
     """Train until a step, from the newest checkpoint if asked, and save. Returns losses, weights, moments and updates."""
-    model, optimizer = build(job, VOCABULARY, rank, world_size, CPU)
+    trainee = build(job, VOCABULARY, rank, world_size, CPU)
+    model, optimizer = trainee.model, trainee.optimizer
     checkpoints, position = job.run_folder / "checkpoints", Position(0, 0)
     if resume:
         position = load(*newest(checkpoints), job, model, optimizer)
     losses = []
-    for result in steps(job, model, optimizer, random_batches(job, position.step, rank, world_size), position.step, position.samples, CPU):
+    for result in steps(job, trainee, random_batches(job, position.step, rank, world_size), position.step, position.samples, CPU):
         losses.append(float(result.loss))
         if result.step == until:
             save(checkpoints, job, model, optimizer, Position(result.step, result.samples), 1)
@@ -86,7 +88,8 @@ def test_resume_at_another_size_continues_the_same_losses(tmp_path, sizes):
 
 def read(rank, world_size, job, write):
     """Load the newest checkpoint and save it again at this size; returns its content."""
-    model, optimizer = build(job, VOCABULARY, rank, world_size, CPU)
+    trainee = build(job, VOCABULARY, rank, world_size, CPU)
+    model, optimizer = trainee.model, trainee.optimizer
     position = load(*newest(job.run_folder / "checkpoints"), job, model, optimizer)
     if write:
         save(job.run_folder / "checkpoints", job, model, optimizer, Position(position.step + 1, position.samples), 1)
@@ -108,7 +111,8 @@ def with_pickle_forbidden(rank, world_size, job):
     def forbidden(*_, **__):
         raise AssertionError("pickle")
 
-    model, optimizer = build(job, VOCABULARY, rank, world_size, CPU)
+    trainee = build(job, VOCABULARY, rank, world_size, CPU)
+    model, optimizer = trainee.model, trainee.optimizer
     pickle.load = pickle.loads = pickle.Unpickler = torch.load = forbidden
     return load(*newest(job.run_folder / "checkpoints"), job, model, optimizer).step
 
@@ -187,7 +191,8 @@ def test_a_changed_job_is_refused_with_the_difference_unless_it_may_change(tmp_p
 
 
 def one_rank_stays_away(rank, world_size, job):
-    model, optimizer = build(job, VOCABULARY, rank, world_size, CPU)
+    trainee = build(job, VOCABULARY, rank, world_size, CPU)
+    model, optimizer = trainee.model, trainee.optimizer
     for chunk in optimizer.chunks:
         optimizer.empty_state(chunk, 0)
     if rank == 1:
@@ -202,7 +207,8 @@ def test_a_rank_that_never_saves_is_named_and_nothing_is_committed(tmp_path):
 
 
 def one_rank_cannot_write(rank, world_size, job):
-    model, optimizer = build(job, VOCABULARY, rank, world_size, CPU)
+    trainee = build(job, VOCABULARY, rank, world_size, CPU)
+    model, optimizer = trainee.model, trainee.optimizer
     for chunk in optimizer.chunks:
         optimizer.empty_state(chunk, 0)
     checkpoints = job.run_folder / "checkpoints"

@@ -11,7 +11,8 @@ from rayzero3.checkpoint.format import Position, newest
 from rayzero3.checkpoint.load import load
 from rayzero3.checkpoint.save import save
 from rayzero3.engine import Zero3Adam, Zero3Layer, Zero3Sequential, hybrid_mesh
-from rayzero3.train.loop import build, steps
+from rayzero3.train.loop import steps
+from rayzero3.train.trainee import build
 from tests.engine.models import full_values, language_model, mean_loss, tokens
 from tests.jobs import VOCABULARY, random_batches, small_job
 from tests.ranks import run_ranks
@@ -70,10 +71,11 @@ def test_full_sharding_takes_over_where_the_group_does_not_divide_the_ranks():
 
 def go(rank, world_size, job, until, resume):
     """As the trainer does: some steps from the newest checkpoint, then a save."""
-    model, optimizer = build(job, VOCABULARY, rank, world_size, CPU)
+    trainee = build(job, VOCABULARY, rank, world_size, CPU)
+    model, optimizer = trainee.model, trainee.optimizer
     position = load(*newest(job.run_folder / "checkpoints"), job, model, optimizer) if resume else Position(0, 0)
     losses = []
-    for result in steps(job, model, optimizer, random_batches(job, position.step, rank, world_size), position.step, position.samples, CPU):
+    for result in steps(job, trainee, random_batches(job, position.step, rank, world_size), position.step, position.samples, CPU):
         losses.append(float(result.loss))
         if result.step == until:
             save(job.run_folder / "checkpoints", job, model, optimizer, Position(result.step, result.samples), 1)

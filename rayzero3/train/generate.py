@@ -1,0 +1,203 @@
+"""Generate: what `rayzero3 generate` runs, in one process of its own or on the workers of a cluster.
+
+`python -m rayzero3.train.generate request.yaml` is the entrypoint of a job on the cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import yaml
+from pydantic import Field
+
+from rayzero3.checkpoint.export import find_checkpoint
+from rayzero3.checkpoint.format import MANIFEST, Manifest
+from rayzero3.checkpoint.load import load_parameters
+from rayzero3.config import Job, parse_job
+from rayzero3.config.huggingface import CONFIG, read_config
+from rayzero3.config.sections import WorkersSection
+from rayzero3.config.values import Count, CountOrZero, Section
+from rayzero3.errors import CheckpointError, ConfigError, RayZero3Error
+from rayzero3.models.generate import Sampling
+from rayzero3.train.text import continue_texts, read_tokenizer, with_ends
+from rayzero3.train.trainee import build
+
+
+class Request(Section):
+    """What to generate, and where."""
+
+    model: Path = Field(description="a checkpoint, the folder of a run, or a Hugging Face folder")
+    prompts: tuple[str, ...] = Field(min_length=1)
+    max_tokens: Count = 64
+    temperature: float = Field(0.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: CountOrZero = 0
+    workers: Count = 1
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    compute_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    storage: Path = Field(description="folder that every node can write to; used while several workers run")
+
+
+def texts(request: Request, rank: int, world_size: int, device: torch.device) -> dict[int, str]:
+    """This rank's continuations. Every rank calls it together, in a process group.
+
+    Raises:
+        CheckpointError: the path holds neither a checkpoint nor a model.
+        ConfigError: there is no tokenizer, or a prompt has no tokens.
+    """
+    job, manifest, folder, tokenizer = _source(request)
+    trainee = build(job, 0 if manifest is None else _vocabulary(manifest), rank, world_size, device)
+    if manifest is not None:
+        load_parameters(folder, manifest, trainee.model, trainee.source)
+    sampling = Sampling(request.max_tokens, request.temperature, request.top_p)
+    return continue_texts(trainee, read_tokenizer(tokenizer), request.prompts, with_ends(sampling, *_ends(folder, job)), request.seed, device)
+
+
+def in_this_process(request: Request) -> dict[int, str]:
+    """All continuations, by a process group of this process alone."""
+    gpu = request.device == "gpu" or (request.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda" if gpu else "cpu")
+    dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=10))
+    try:
+        return texts(request, 0, 1, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def check(request: Request) -> None:
+    """What can be known to be wrong before a worker starts. Raises as `texts` does."""
+    read_tokenizer(_source(request)[3])
+
+
+def _source(request: Request) -> tuple[Job, Manifest | None, Path, Path]:
+    """The job that builds the model, its checkpoint's manifest, its folder, and its tokenizer."""
+    path = request.model
+    if (path / CONFIG).exists():
+        ours = read_config(path).get("model_type") in ("gpt_neox", "llama", "mistral", "qwen2", "qwen3")
+        model = {"init_from" if ours else "transformers": str(path)}
+        raw = {"name": "generate", "model": model, "data": {"path": str(path)}, "tune": {"parameters": ".*"}, "seed": request.seed}
+        return parse_job(raw | {"train": {"compute_dtype": request.compute_dtype or "fp32"}}), None, path, path / "tokenizer.json"
+    if not (path / MANIFEST).exists() and not (path / "checkpoints").exists():
+        raise CheckpointError(f"{path}", None, f"it holds neither {CONFIG} nor a checkpoint", "Give a checkpoint, a run's folder, or an exported folder.")
+    folder = find_checkpoint(path)
+    manifest = Manifest.read(folder)
+    job = parse_job(manifest.job)
+    if request.compute_dtype is not None:
+        job = job.model_copy(update={"train": job.train.model_copy(update={"compute_dtype": request.compute_dtype})})
+    beside = job.model.init_from / "tokenizer.json" if job.model.init_from else job.data.path / "tokenizer.json"
+    return job, manifest, folder, beside if beside.exists() else job.data.path / "tokenizer.json"
+
+
+def _vocabulary(manifest: Manifest) -> int:
+    """Rows of the embedding."""
+    return next((entry.shape[0] for name, entry in manifest.parameters.items() if name.rpartition(".")[0].endswith(("embed_in", "embed_tokens"))), 0)
+
+
+def _ends(folder: Path, job: Job) -> list[int]:
+    """Tokens that end a text: the model's config says them, or the data's manifest."""
+    for path in (folder, job.model.init_from):
+        if path is not None and (path / CONFIG).exists() and (found := read_config(path).get("eos_token_id")) is not None:
+            return found if isinstance(found, list) else [found]
+    data = job.data.path / "manifest.json"
+    return [json.loads(data.read_text(encoding="utf-8"))["eod_id"]] if data.exists() and job.model.init_from is None else []
+
+
+def generate_worker(config: dict[str, Any]) -> None:
+    """Entry point of every Ray Train worker; `config` holds the request as plain values and the actor that gathers the texts."""
+    import ray
+    import ray.train
+
+    context = ray.train.get_context()
+    request = Request.model_validate(config["request"])
+    found = texts(request, context.get_world_rank(), context.get_world_size(), ray.train.torch.get_device())
+    ray.get(config["texts"].add.remote(found))
+
+
+def on_the_cluster(request: Request) -> dict[int, str]:
+    """All continuations, by workers of the cluster that this process is connected to.
+
+    Raises:
+        ClusterError: the cluster can't hold the workers.
+        RayZero3Error: a worker failed; its error.
+    """
+    import ray
+    from ray.train import RunConfig, ScalingConfig, WorkerGroupError
+    from ray.train.torch import TorchTrainer
+
+    from rayzero3.train import generate as importable
+    from rayzero3.train.check import Resources
+    from rayzero3.train.process_group import ProcessGroup
+
+    class Texts:
+        """Gathers what the workers send."""
+
+        def __init__(self) -> None:
+            self.found: dict[int, str] = {}
+
+        def add(self, found: dict[int, str]) -> None:
+            self.found |= found
+
+        def all(self) -> dict[int, str]:
+            return self.found
+
+    workers = WorkersSection(count=request.workers, device=request.device)
+    resources = Resources.of(workers, ray.cluster_resources())
+    name = f"generate-{os.getpid()}"
+    gathered = ray.remote(num_cpus=0)(Texts).remote()
+    trainer = TorchTrainer(
+        importable.generate_worker,  # by name, since this module may run as __main__
+        train_loop_config={"request": request.model_dump(mode="json"), "texts": gathered},
+        torch_config=ProcessGroup(timeout_s=round(workers.timeout_s)),
+        scaling_config=ScalingConfig(
+            num_workers=request.workers,
+            use_gpu=resources.gpu,
+            resources_per_worker={"CPU": resources.worker_cpus, **({"GPU": 1} if resources.gpu else {})},
+            placement_strategy="PACK" if resources.gpu else "SPREAD",
+        ),
+        run_config=RunConfig(name=name, storage_path=str(request.storage)),
+    )
+    try:
+        trainer.fit()
+    except WorkerGroupError as error:
+        cause = next(iter(error.worker_failures.values()))
+        raise getattr(cause, "cause", None) or cause from None
+    finally:
+        shutil.rmtree(request.storage / name, ignore_errors=True)
+    return ray.get(gathered.all.remote())
+
+
+def main(path: str) -> int:
+    """Run a request file on the cluster and print a line of JSON for each prompt; the exit code."""
+    import logging
+
+    import ray
+
+    try:
+        request = Request.model_validate(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+        check(request)
+        ray.init(log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
+        for line in lines(request, on_the_cluster(request)):
+            print(line, flush=True)
+    except RayZero3Error as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+def lines(request: Request, found: dict[int, str]) -> list[str]:
+    """One JSON object a prompt, in the order given: prompt and text."""
+    if missing := sorted(set(range(len(request.prompts))) - set(found)):
+        raise ConfigError(f"prompts {missing}", None, "no worker continued them", "Run it again.")
+    return [json.dumps({"prompt": prompt, "text": found[index]}, ensure_ascii=False) for index, prompt in enumerate(request.prompts)]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

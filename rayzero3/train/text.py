@@ -1,0 +1,51 @@
+"""Text: prompts to continuations, with a sharded model. Each prompt is continued by one rank; what is drawn depends on no other prompt and on no N."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from rayzero3.engine import generator_for
+from rayzero3.errors import ConfigError
+from rayzero3.models.generate import Sampling, generate
+from rayzero3.train.trainee import Trainee
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer.json. Raises ConfigError if it is none."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"the tokenizer {path}", "not readable", str(error), "Text needs the tokenizer.json that belongs to the model.") from None
+
+
+def continue_texts(
+    trainee: Trainee, tokenizer: Tokenizer, prompts: Sequence[str], sampling: Sampling, seed: int, device: torch.device
+) -> dict[int, str]:
+    """This rank's share of the prompts, every N-th of them: index of the prompt -> what follows it. Every rank calls it together.
+
+    Raises:
+        ConfigError: a prompt has no tokens.
+    """
+    comm = trainee.model.comm
+    own = list(range(len(prompts)))[comm.total_rank :: comm.total_size]
+    ids = {index: tokenizer.encode(prompts[index], add_special_tokens=False).ids for index in range(len(prompts))}
+    if empty := [index for index, tokens in ids.items() if not tokens]:
+        raise ConfigError(f"prompt {empty[0] + 1}", repr(prompts[empty[0]]), "it has no tokens to go on from", "Write at least a word.")
+
+    def all_done(done: bool) -> bool:
+        return not comm.sum_rows(torch.tensor([not done], dtype=torch.int64, device=device), "texts that go on").item()
+
+    generators = [generator_for(seed, f"prompt {index}") for index in own]
+    trainee.model.eval()
+    texts = generate(trainee, [ids[index] for index in own], sampling, generators, device, all_done)
+    return {index: tokenizer.decode(added) for index, added in zip(own, texts, strict=True)}
+
+
+def with_ends(sampling: Sampling, *ends: int | None) -> Sampling:
+    """The same, ending at these tokens too."""
+    return replace(sampling, ends=sampling.ends | {end for end in ends if end is not None})
