@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from rayzero3.checkpoint.format import Entry, Manifest, newest
 from rayzero3.checkpoint.load import read_range
-from rayzero3.checkpoint.stream_writer import Streamed, write_streamed
 from rayzero3.config import Job, parse_job
 from rayzero3.config.architectures import Transformers
 from rayzero3.config.huggingface import CONFIG, config_of
@@ -25,6 +22,7 @@ from rayzero3.errors import CheckpointError, ConfigError
 from rayzero3.models.build import initialize
 from rayzero3.models.lora import ADAPTER, adapter_config, adapter_name
 from rayzero3.models.start import file_name
+from rayzero3.models.tensor_file import Streamed, TensorFile, write_streamed
 from rayzero3.models.weights import INDEX, SINGLE, SafetensorsWeights
 
 LARGEST_FILE_BYTES = 4 * 2**30
@@ -65,14 +63,13 @@ def export(checkpoint: Path, out: Path, dtype: str | None = None) -> list[Path]:
     temporary = out.with_name(out.name + ".part")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    with ExitStack() as stack:
-        files = {name: stack.enter_context(safe_open(folder / name, "pt")) for name in manifest.files}
-        tensors = _tensors(manifest, job, files, _NAMES.get(dtype or ""))
-        if job.tune.lora is not None:
-            tensors = {adapter_name(name): tensor for name, tensor in tensors.items() if ADAPTER.fullmatch(name)}
-            _write_adapter(temporary, tensors, job)
-        else:
-            _write_model(temporary, tensors, job)
+    files = {name: TensorFile(folder / name) for name in manifest.files}
+    tensors = _tensors(manifest, job, files, _NAMES.get(dtype or ""))
+    if job.tune.lora is not None:
+        tensors = {adapter_name(name): tensor for name, tensor in tensors.items() if ADAPTER.fullmatch(name)}
+        _write_adapter(temporary, tensors, job)
+    else:
+        _write_model(temporary, tensors, job)
     _copy_tokenizer(temporary, job)
     if out.exists():
         out.rmdir()
@@ -80,7 +77,7 @@ def export(checkpoint: Path, out: Path, dtype: str | None = None) -> list[Path]:
     return sorted(out.iterdir())
 
 
-def _tensors(manifest: Manifest, job: Job, files: dict[str, Any], dtype: str | None) -> dict[str, Streamed]:
+def _tensors(manifest: Manifest, job: Job, files: dict[str, TensorFile], dtype: str | None) -> dict[str, Streamed]:
     """Every parameter under the name that its file gives it."""
     frozen = any(not entry.trainable for entry in manifest.parameters.values())
     base = None
@@ -102,7 +99,7 @@ def _tensors(manifest: Manifest, job: Job, files: dict[str, Any], dtype: str | N
     return dict(sorted(found.items()))
 
 
-def _read_trained(files: dict[str, Any], key: str, entry: Entry, start: int, stop: int) -> Tensor:
+def _read_trained(files: dict[str, TensorFile], key: str, entry: Entry, start: int, stop: int) -> Tensor:
     part = torch.empty(stop - start)
     read_range(files, key, entry, start, part)
     return part

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from rayzero3.checkpoint.format import Entry, Manifest, Position, digest
@@ -15,6 +12,7 @@ from rayzero3.config import Job, parse_job
 from rayzero3.engine import Zero3Adam, Zero3Model
 from rayzero3.engine.flat import FlatParameter
 from rayzero3.errors import CheckpointError
+from rayzero3.models.tensor_file import TensorFile
 
 
 def load(folder: Path, manifest: Manifest, job: Job, model: Zero3Model, optimizer: Zero3Adam, source: str = "") -> Position:
@@ -48,25 +46,22 @@ def _fill(folder: Path, manifest: Manifest, model: Zero3Model, source: str, targ
     for name in sorted(manifest.files)[model.comm.rank :: model.comm.world_size]:
         if digest(folder / name) != manifest.files[name]["blake2b"]:
             raise CheckpointError(f"{folder / name}", "damaged", "its content is not what was written", "Delete its folder; the run goes on from the one before.")
-    with ExitStack() as stack:
-        files = {name: stack.enter_context(safe_open(folder / name, "pt")) for name in manifest.files}
-        for layer in model.all_layers():
-            if layer.trainable is None:
-                continue
-            flat = layer.trainable
-            for kind, target in targets(flat).items():
-                for part in flat.layout.overlaps(flat.rank):
-                    name = layer.full_name(part.name)
-                    read_range(files, f"{kind}/{name}", manifest.parameters[name], part.start, target[part.at : part.at + part.stop - part.start])
+    files = {name: TensorFile(folder / name) for name in manifest.files}
+    for layer in [layer for layer in model.all_layers() if layer.trainable is not None]:
+        flat = layer.trainable
+        for kind, target in targets(flat).items():
+            for part in flat.layout.overlaps(flat.rank):
+                name = layer.full_name(part.name)
+                read_range(files, f"{kind}/{name}", manifest.parameters[name], part.start, target[part.at : part.at + part.stop - part.start])
 
 
-def read_range(files: dict[str, Any], key: str, entry: Entry, start: int, out: Tensor) -> None:
+def read_range(files: dict[str, TensorFile], key: str, entry: Entry, start: int, out: Tensor) -> None:
     """Fill `out` with elements [start, start + len(out)) of the flattened parameter."""
     stop = start + out.numel()
     for piece in entry.pieces:
         low, high = max(start, piece.start), min(stop, piece.stop)
         if low < high:
-            out[low - start : high - start].copy_(files[piece.file].get_slice(key)[low - piece.start : high - piece.start])
+            out[low - start : high - start].copy_(files[piece.file].read(key, low - piece.start, high - piece.start))
 
 
 def _check_job(folder: Path, manifest: Manifest, job: Job) -> None:

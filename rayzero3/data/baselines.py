@@ -6,18 +6,19 @@ Letters: V = vocabulary, c(v, w) = times that w followed v in training, c(v) = t
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow.parquet as pq
 
 from rayzero3.data.manifest import Manifest
-from rayzero3.data.reader import WindowReader
+from rayzero3.data.reader import NO_TOKEN, WindowReader
 
 COUNTED_TOKENS = 50_000_000
 """Training tokens that are counted, at most, from the beginning of the split."""
 
 
-def ngram_losses(folder: Path, sequence_length: int, samples: int) -> tuple[float, float]:
+def ngram_losses(folder: Path, sequence_length: int, samples: int | Literal["all"]) -> tuple[float, float]:
     """Mean loss in nats of a unigram and of a bigram model on what the first `samples` validation samples predict.
 
     The unigram adds one to every count. The bigram discounts every pair seen by d and gives what that frees to the unigram:
@@ -31,8 +32,9 @@ def ngram_losses(folder: Path, sequence_length: int, samples: int) -> tuple[floa
     manifest = Manifest.load(folder)
     training, vocabulary = _training_tokens(Path(folder), manifest), manifest.vocab_size
     reader = WindowReader(folder, "validation", sequence_length)
-    windows = reader.read(np.arange(min(samples, reader.num_samples))).astype(np.int64)
+    windows = reader.read(reader.sample_ids(samples)).astype(np.int64)
     context, target = windows[:, :-1].ravel(), windows[:, 1:].ravel()
+    context, target = context[target != NO_TOKEN], target[target != NO_TOKEN]
     unigram = (np.bincount(training, minlength=vocabulary) + 1) / (len(training) + vocabulary)
 
     pairs, counts = np.unique(training[:-1] * vocabulary + training[1:], return_counts=True)

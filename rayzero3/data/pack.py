@@ -57,9 +57,20 @@ class PackingIndex:
     def __len__(self) -> int:
         return len(self.first_document)
 
+    @property
+    def left_over(self) -> int:
+        """Tokens at the end that no window predicts; less than S."""
+        return max(0, int(self.lengths.sum()) - 1 - len(self) * self.sequence_length)
+
     def ranges(self, window: int) -> list[tuple[int, int, int]]:
-        """The window's parts as (document, start, stop), in order; together S+1 tokens."""
-        document, offset, missing, found = int(self.first_document[window]), int(self.first_offset[window]), self.sequence_length + 1, []
+        """The window's parts as (document, start, stop), in order; together S+1 tokens. Window W is the rest: one token more than is left over."""
+        missing, found = self.sequence_length + 1, []
+        if window == len(self):
+            missing, ends, begin = self.left_over + 1, np.cumsum(self.lengths), len(self) * self.sequence_length
+            document = int(np.searchsorted(ends, begin, side="right"))
+            offset = begin - int((ends - self.lengths)[document])
+        else:
+            document, offset = int(self.first_document[window]), int(self.first_offset[window])
         while missing:
             taken = min(missing, int(self.lengths[document]) - offset)
             if taken:

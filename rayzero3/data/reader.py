@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,9 @@ import pyarrow.parquet as pq
 from rayzero3.data.manifest import Manifest
 from rayzero3.data.pack import packing_index
 from rayzero3.errors import DataError
+
+NO_TOKEN = -1
+"""Stands where a row has no token."""
 
 _KEPT_ROW_GROUPS = 512
 """Decoded row groups that are kept: about 2^15 tokens each, so some 32 to 64 MiB."""
@@ -47,9 +51,14 @@ class WindowReader:
         """Windows of the split."""
         return len(self._index)
 
+    def sample_ids(self, samples: int | Literal["all"]) -> np.ndarray:
+        """The first so many samples; or all, and after them the id of the rest of the split, which is shorter, so that every token counts once."""
+        whole = self.num_samples
+        return np.arange(whole + (self._index.left_over > 0) if samples == "all" else min(samples, whole))
+
     def read(self, ids: np.ndarray) -> np.ndarray:
-        """The samples of some ids, (R, S+1) int32; an id of -1 gives a row of zeros. Raises DataError for a damaged row group."""
-        rows = np.zeros((len(ids), self._index.sequence_length + 1), dtype=np.int32)
+        """The samples of some ids, (R, S+1) int32, NO_TOKEN behind the end of the split and for ids of -1. Raises DataError for a damaged row group."""
+        rows = np.full((len(ids), self._index.sequence_length + 1), NO_TOKEN, dtype=np.int32)
         for row, sample in zip(rows, ids, strict=True):
             if sample >= 0:
                 filled = 0

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -93,11 +94,11 @@ def training_batches(
 
 
 def validation_batches(
-    folder: Path, sequence_length: int, samples: int, micro_batch: int, rank: int, world_size: int
+    folder: Path, sequence_length: int, samples: int | Literal["all"], micro_batch: int, rank: int, world_size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """This rank's micro-batches of the first `samples` validation samples: the same ones at any N, equally many batches on every rank."""
+    """This rank's micro-batches of the first `samples` validation samples, or of every token: the same at any N, equally many batches on every rank."""
     reader = _reader(str(folder), "validation", sequence_length, Manifest.load(folder).fingerprint)
-    ids = rank_part(np.arange(min(samples, reader.num_samples)), rank, world_size, micro_batch)
+    ids = rank_part(reader.sample_ids(samples), rank, world_size, micro_batch)
     for start in range(0, len(ids), micro_batch):
         part = ids[start : start + micro_batch]
         yield part, reader.read(part)

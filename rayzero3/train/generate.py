@@ -47,7 +47,7 @@ class Request(Section):
 
 
 def texts(request: Request, rank: int, world_size: int, device: torch.device) -> dict[int, str]:
-    """This rank's continuations. Every rank calls it together, in a process group.
+    """All continuations, on every rank. Every rank calls it together, in a process group.
 
     Raises:
         CheckpointError: the path holds neither a checkpoint nor a model.
@@ -58,7 +58,8 @@ def texts(request: Request, rank: int, world_size: int, device: torch.device) ->
     if manifest is not None:
         load_parameters(folder, manifest, trainee.model, trainee.source)
     sampling = Sampling(request.max_tokens, request.temperature, request.top_p)
-    return continue_texts(trainee, read_tokenizer(tokenizer), request.prompts, with_ends(sampling, *_ends(folder, job)), request.seed, device)
+    sampling = with_ends(sampling, *_ends(folder, job))
+    return dict(enumerate(continue_texts(trainee, read_tokenizer(tokenizer), request.prompts, sampling, request.seed, device)))
 
 
 def in_this_process(request: Request) -> dict[int, str]:

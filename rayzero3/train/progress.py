@@ -76,7 +76,9 @@ class Progress:
             return f"{first}\n  dtypes: {event['dtypes']}\n  memory of each worker: {event['memory']}\n  computation: {event['flops']}"
         if event["event"] == "validation":
             average = f", of the averaged weights {event['average_loss']:.4f}" if "average_loss" in event else ""
-            return f"step {event['step']}  validation loss {event['loss']:.4f}{average}"
+            return f"step {event['step']}  validation loss {event['loss']:.4f}, perplexity {event['perplexity']:.2f}{average}" + "".join(
+                f"\n  {prompt!r} goes on {text!r}" for prompt, text in zip(self._job.validation.prompts, event.get("texts", ()), strict=False)
+            )
         return f"step {event['step']}  checkpoint {Path('checkpoints', event['folder'])}"
 
 

@@ -19,11 +19,12 @@ from rayzero3.train.trainee import Trainee
 
 
 def inputs_and_labels(ids: np.ndarray, tokens: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What the model reads and what it should say, each (R, S) int64; the labels of rows of padding (id -1) are masked."""
+    """What the model reads and what it should say, each (R, S) int64; the labels of rows of padding (id -1) and where there is no token are masked."""
     rows, padding = torch.from_numpy(tokens.astype(np.int64)), torch.from_numpy(ids < 0)
     if device.type == "cuda":
         rows, padding = (tensor.pin_memory().to(device, non_blocking=True) for tensor in (rows, padding))
-    return rows[:, :-1], rows[:, 1:].masked_fill(padding[:, None], MASKED)  # an assignment by mask would have the host wait for a GPU
+    labels = rows[:, 1:].masked_fill(padding[:, None] | (rows[:, 1:] < 0), MASKED)  # an assignment by mask would have the host wait for a GPU
+    return rows[:, :-1].clamp(min=0), labels
 
 
 def train_step(

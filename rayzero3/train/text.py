@@ -1,4 +1,4 @@
-"""Text: prompts to continuations, with a sharded model. Each prompt is continued by one rank; what is drawn depends on no other prompt and on no N."""
+"""Text: prompts to continuations, with a sharded model. Each prompt is continued by one rank; what is drawn depends on no other prompt and not on N."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 def continue_texts(
     trainee: Trainee, tokenizer: Tokenizer, prompts: Sequence[str], sampling: Sampling, seed: int, device: torch.device
-) -> dict[int, str]:
-    """This rank's share of the prompts, every N-th of them: index of the prompt -> what follows it. Every rank calls it together.
+) -> list[str]:
+    """What follows each prompt, on every rank. Every rank calls it together, and continues every N-th prompt.
 
     Raises:
         ConfigError: a prompt has no tokens.
     """
     comm = trainee.model.comm
     own = list(range(len(prompts)))[comm.total_rank :: comm.total_size]
-    ids = {index: tokenizer.encode(prompts[index], add_special_tokens=False).ids for index in range(len(prompts))}
-    if empty := [index for index, tokens in ids.items() if not tokens]:
+    ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+    if empty := [index for index, tokens in enumerate(ids) if not tokens]:
         raise ConfigError(f"prompt {empty[0] + 1}", repr(prompts[empty[0]]), "it has no tokens to go on from", "Write at least a word.")
 
     def all_done(done: bool) -> bool:
@@ -43,7 +43,11 @@ def continue_texts(
     generators = [generator_for(seed, f"prompt {index}") for index in own]
     trainee.model.eval()
     texts = generate(trainee, [ids[index] for index in own], sampling, generators, device, all_done)
-    return {index: tokenizer.decode(added) for index, added in zip(own, texts, strict=True)}
+    found = torch.zeros((len(prompts), 1 + sampling.max_tokens), dtype=torch.int64, device=device)
+    for index, tokens in zip(own, texts, strict=True):
+        found[index, 0] = len(tokens)
+        found[index, 1 : 1 + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+    return [tokenizer.decode(row[1 : 1 + row[0]]) for row in comm.sum_rows(found.view(-1), "texts").view_as(found).tolist()]
 
 
 def with_ends(sampling: Sampling, *ends: int | None) -> Sampling:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import traceback
 from collections.abc import Iterator
@@ -21,14 +22,16 @@ from rayzero3.checkpoint.format import Position, folder_name, newest, prune
 from rayzero3.checkpoint.load import load
 from rayzero3.checkpoint.save import save
 from rayzero3.config import Job, parse_job
-from rayzero3.data.manifest import Manifest
+from rayzero3.data.manifest import TOKENIZER, Manifest
 from rayzero3.data.stream import training_batches, validation_batches
 from rayzero3.engine import predict
 from rayzero3.models.flops import peak_flops
+from rayzero3.models.generate import Sampling
 from rayzero3.train.loop import steps
 from rayzero3.train.metrics import Gauges, Metrics
 from rayzero3.train.run import Run
 from rayzero3.train.step import validation_loss
+from rayzero3.train.text import continue_texts, read_tokenizer
 from rayzero3.train.trainee import Trainee, build, dtypes
 
 
@@ -158,12 +161,21 @@ class Worker:
             self.rank,
             self.world_size,
         )
-        losses = {"loss": validation_loss(trainee, batches(), self.device)}
+        losses: dict[str, Any] = {"loss": validation_loss(trainee, batches(), self.device)}
+        losses["perplexity"] = math.exp(losses["loss"])
         if job.train.average_decay is not None:
             with trainee.optimizer.averaged():
                 losses["average_loss"] = validation_loss(trainee, batches(), self.device)
+        if job.validation.prompts:
+            losses["texts"] = self._texts(trainee)
         if self.rank == 0:
             self.run.event("validation", attempt=self.attempt, step=self.step, **losses)
+
+    def _texts(self, trainee: Trainee) -> list[str]:
+        """How the model continues the job's prompts now."""
+        job, manifest = self.job, Manifest.load(self.job.data.path)
+        sampling = Sampling(job.validation.prompt_tokens, ends=frozenset([manifest.eod_id]))
+        return continue_texts(trainee, read_tokenizer(job.data.path / TOKENIZER), job.validation.prompts, sampling, job.seed, self.device)
 
     def _checkpoint(self, trainee: Trainee, position: Position) -> None:
         folder = save(self.run.checkpoints, self.job, trainee.model, trainee.optimizer, position, self.attempt, trainee.source)

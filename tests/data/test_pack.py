@@ -18,6 +18,10 @@ def test_windows_cut_the_stream_without_loss(lengths, sequence_length):
     for window in range(len(index)):
         tokens = np.concatenate([documents[document][start:stop] for document, start, stop in index.ranges(window)])
         assert np.array_equal(tokens, stream[window * sequence_length : (window + 1) * sequence_length + 1])
+    assert index.left_over == len(stream) - 1 - len(index) * sequence_length
+    if index.left_over:
+        rest = np.concatenate([documents[document][start:stop] for document, start, stop in index.ranges(len(index))])
+        assert np.array_equal(rest, stream[len(index) * sequence_length :]), "the last token that a window predicts, then what none does"
 
 
 def test_the_example_of_the_module_holds():

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import ray
+import torch
 
 from rayzero3.data import stream
 from rayzero3.data.manifest import MANIFEST, Manifest
@@ -21,6 +22,8 @@ from rayzero3.data.order import rank_part, sample_ids
 from rayzero3.data.reader import WindowReader
 from rayzero3.data.stream import training_batches, validation_batches
 from rayzero3.errors import DataError
+from rayzero3.models.loss import MASKED
+from rayzero3.train.step import inputs_and_labels
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 LENGTH = 64
@@ -146,3 +149,14 @@ def test_validation_is_the_same_samples_at_any_size_and_equally_many_batches(sha
         ids = np.concatenate([ids for batches in ranks for ids, _ in batches])
         assert sorted(ids[ids >= 0]) == list(range(min(13, reader.num_samples)))
         assert all(np.array_equal(tokens, reader.read(ids)) for batches in ranks for ids, tokens in batches)
+
+
+@pytest.mark.parametrize("length", [64, 1000])
+def test_validation_of_all_counts_every_token_once_at_any_size(shards, length):
+    tokens, last = Manifest.load(shards).tokens("validation"), WindowReader(shards, "validation", length)
+    assert last.sample_ids("all")[-1] == last.num_samples, "the split does not end with a whole window"
+    for world_size in (1, 2, 3):
+        batches = [batch for rank in range(world_size) for batch in validation_batches(shards, length, "all", 4, rank, world_size)]
+        labels = [inputs_and_labels(ids, rows, torch.device("cpu"))[1] for ids, rows in batches]
+        assert sum(int((part != MASKED).sum()) for part in labels) == tokens - 1
+        assert sorted(i for ids, _ in batches for i in ids if i >= 0) == list(range(last.num_samples + 1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import json
 import threading
 import time
@@ -16,7 +15,7 @@ from torch import nn
 from rayzero3.engine import Zero3Layer, Zero3Sequential
 from rayzero3.engine.comm import Comm
 from rayzero3.errors import CheckpointError
-from rayzero3.models.weights import INDEX, SafetensorsWeights, _boxes
+from rayzero3.models.weights import INDEX, SafetensorsWeights
 from tests.engine.models import Block, full_values
 from tests.ranks import run_ranks
 
@@ -138,11 +137,3 @@ def test_a_wrong_name_or_shape_is_told_with_what_is_there(tmp_path):
     (tmp_path / "two.safetensors").write_bytes(b"no weights")
     assert "not readable" in run_ranks(told, 1, tmp_path, 12, "h")[0]
     assert "not readable" in run_ranks(told, 1, tmp_path / "absent", 12, "h")[0]
-
-
-def test_boxes_are_the_elements_in_order():
-    for shape in [(7,), (3, 4), (2, 3, 4), (2, 1, 3, 2)]:
-        whole = torch.arange(torch.Size(shape).numel()).view(shape)
-        for start, stop in itertools.combinations(range(whole.numel() + 1), 2):
-            found = torch.cat([whole[box].reshape(-1) for box in _boxes(shape, start, stop)])
-            assert found.tolist() == list(range(start, stop))
