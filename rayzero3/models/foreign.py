@@ -47,6 +47,12 @@ def block_names(model: nn.Module) -> list[str]:
     return [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
 
 
+def dropouts(model: nn.Module) -> list[str]:
+    """Dropout that the model has, as its config says it: torch draws it, so that it is another one with another number of ranks."""
+    values = model.config.to_dict()
+    return [f"{key} {value}" for key, value in sorted(values.items()) if "drop" in key and isinstance(value, (int, float)) and value > 0]
+
+
 def call(model: nn.Module, ids: Tensor, context: Context) -> Tensor:
     """Logits (B, T, V), or the loss, () fp32, where the context has labels."""
     if context.cache is not None:

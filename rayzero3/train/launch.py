@@ -86,7 +86,8 @@ def _explain(run: Run, attempt: int, failures: dict[int, Exception]) -> Training
 def run_job(job: Job) -> int:
     """Check, lock, train and sum up. The exit code: 0, or 130 if the run was asked to stop before its last step."""
     manifest = check_data(job)
-    check_model(job, manifest.vocab_size)
+    for note in check_model(job, manifest.vocab_size):
+        print(f"note: {note}", flush=True)
     for split in filter(manifest.tokens, SPLITS):
         packing_index(job.data.path, manifest, split, job.data.sequence_length)
     run = Run(job.run_folder)

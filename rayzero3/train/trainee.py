@@ -54,7 +54,9 @@ class Trainee:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Dropout is on inside, and off again after it."""
+        """Dropout is on inside, and off again after it. What torch draws itself is a function of (seed, step, rank)."""
+        comm = self.model.comm
+        torch.manual_seed(generator_for(self.keys.seed, f"step {self.keys.step}, rank {comm.total_rank}").initial_seed())
         self.model.train()
         try:
             yield
@@ -103,8 +105,11 @@ def dtypes(job: Job) -> str:
     return f"parameters fp32{frozen}, compute {train.compute_dtype}, gradients sent in {sent} and summed in fp32, moments {train.moment_dtype}"
 
 
-def check_model(job: Job, vocab_size: int) -> None:
-    """What can be known to be wrong with the model before a worker starts: names, shapes, targets. No memory for its parameters.
+def check_model(job: Job, vocab_size: int) -> list[str]:
+    """What can be known of the model before a worker starts: names, shapes, targets. No memory for its parameters.
+
+    Returns:
+        What makes the run depend on the number of workers, a sentence each.
 
     Raises:
         As `build`.
@@ -112,6 +117,8 @@ def check_model(job: Job, vocab_size: int) -> None:
     parts, _ = _parts(job, vocab_size, DropoutKeys(job.seed))
     if job.model.init_from is not None:
         check_names(parts, SafetensorsWeights(job.model.init_from))
+    found = foreign.dropouts(parts[0][1]) if isinstance(job.model, Transformers) else []
+    return [f"the model's own dropout ({', '.join(found)}) is drawn on each worker: with another number of workers the run is another one"] if found else []
 
 
 def _parts(job: Job, vocab_size: int, keys: DropoutKeys) -> tuple[Layers, dict[str, nn.Module]]:

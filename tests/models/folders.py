@@ -16,7 +16,7 @@ def make_folder(path: Path, kind: str = "Llama", shard_bytes: int | str = "5GB",
     """Save a model of random weights and a byte-level tokenizer; the model."""
     torch.manual_seed(1)
     config = getattr(transformers, f"{kind}Config")(**(SMALL | {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0} | changes))
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.15)

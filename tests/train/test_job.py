@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -29,7 +30,7 @@ def job_of(storage, shards, workers=2, steps=10, **changes):
         "model": {"layers": 2, "width": 32, "heads": 2},
         "data": {"path": str(shards), "sequence_length": 32},
         "train": {"steps": steps, "global_batch": 7, "micro_batch": 2, "learning_rate": 1e-2, "warmup_steps": 2, "clip_norm": 1.0},
-        "validation": {"every_steps": 5, "samples": 9},
+        "validation": {"every_steps": 5, "samples": "all", "prompts": ["def ", "import os"], "prompt_tokens": 4},
         "checkpoint": {"every_steps": 5},
         "workers": {"count": workers, "device": "cpu", "timeout_s": 30},
         "storage": str(storage),
@@ -50,8 +51,8 @@ def losses(run):
     return [line["loss"] for line in read_lines(run.metrics)]
 
 
-def validations(run):
-    return [event["loss"] for event in read_lines(run.events) if event["event"] == "validation"]
+def validations(run, fact="loss"):
+    return [event[fact] for event in read_lines(run.events) if event["event"] == "validation"]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,9 @@ def test_the_run_folder_tells_what_happened(undisturbed):
     assert lines[-1]["tokens"] == 10 * 7 * 32 and lines[-1]["loss"] < lines[0]["loss"]
     kinds = [event["event"] for event in read_lines(undisturbed.events)]
     assert kinds == ["start", "validation", "checkpoint", "validation", "checkpoint"]
+    assert validations(undisturbed, "perplexity") == pytest.approx([math.exp(loss) for loss in validations(undisturbed)])
+    assert all(len(texts) == 2 and any(texts) for texts in validations(undisturbed, "texts"))
+    assert all(line["mfu"] is None for line in lines), "the peak of a CPU is not known"
     assert [folder.name for folder in folders(undisturbed.checkpoints)] == ["step-00000005.attempt-0001", "step-00000010.attempt-0001"]
     assert load_job(undisturbed.folder / "job.yaml").run_folder == undisturbed.folder
 
@@ -107,6 +111,7 @@ def test_the_same_samples_and_losses_at_other_sizes_and_settings(undisturbed, sh
     assert all(len(ids) == 7 for ids in samples_by_step(run).values())
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-5)
     assert validations(run) == pytest.approx(validations(undisturbed), rel=1e-5)
+    assert validations(run, "texts") == validations(undisturbed, "texts")
     averages = [event.get("average_loss") for event in read_lines(run.events) if event["event"] == "validation"]
     assert all(average not in (None, loss) if job.train.average_decay else average is None for average, loss in zip(averages, validations(run), strict=True))
 

@@ -120,6 +120,19 @@ def test_an_adapter_is_loaded_by_peft_and_says_the_same(kind, folder, tmp_path):
     assert not torch.allclose(logits, folders.load(folder)(torch.arange(12).view(1, 12) * 3).logits, atol=1e-4), "the adapter does something"
 
 
+def test_a_foreign_models_own_dropout_is_named_and_is_the_same_at_the_same_n(tmp_path):
+    folders.make_folder(tmp_path / "gpt2", "GPT2", n_embd=32, n_head=2, n_layer=2, n_positions=64)
+    jobs = [job_of(tmp_path / name, tmp_path / "gpt2", {}, "transformers") for name in "ab"]
+    (note,) = check_model(jobs[0], 0)
+    assert "attn_pdrop 0.1" in note and "number of workers" in note
+    first, second = (run_ranks(train, 2, job)[0] for job in jobs)
+    assert first["losses"] == second["losses"] and check_model(job_of(tmp_path, tmp_path / "gpt2", {}, "transformers"), 0) == [note]
+    config = json.loads((tmp_path / "gpt2" / "config.json").read_text())
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(config | {key: 0.0 for key in config if "drop" in key}))
+    assert check_model(jobs[0], 0) == []
+    assert run_ranks(train, 2, job_of(tmp_path / "c", tmp_path / "gpt2", {}, "transformers"))[0]["losses"] != first["losses"]
+
+
 def test_another_folder_in_the_place_of_the_frozen_weights_is_refused(folder, tmp_path):
     other = tmp_path / "base"
     folders.make_folder(other, "Llama", num_key_value_heads=2, attention_bias=True)
