@@ -44,6 +44,11 @@ class BlockFlat(FlatParameter):
         """Bytes of the full buffer and of the packed one while they are allocated."""
         return super().padded_bytes + self.layout.world_size * self.chunk_elements
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of both that are allocated now."""
+        return super().allocated_bytes + self._packed.nbytes
+
     def allocate(self) -> Tensor:
         """Allocate the full buffer and the packed one, (N*P,), and return that."""
         super().allocate()

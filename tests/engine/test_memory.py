@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from rayzero3.engine import Zero3Adam, predict
+from rayzero3.engine import Zero3Adam, Zero3Layer, Zero3Sequential, predict
 from rayzero3.engine.layout import CHUNK_ALIGNMENT, SLOT_ALIGNMENT
 from tests.engine.models import language_model, mean_loss, shard, tokens
 from tests.ranks import run_ranks
@@ -78,13 +78,26 @@ def test_bytes_sent_are_the_formula(world_size):
 OPTIONS = {
     "plain": {},
     "bf16 moments and an average": {"moment_dtype": torch.bfloat16, "average_decay": 0.9},
+    "frozen but for biases": {"frozen": torch.float32},
+    "frozen but for biases, in bf16": {"frozen": torch.bfloat16},
+    "frozen but for biases, in blocks of int8": {"frozen": "blocks"},
 }
+
+
+def sharded_for(rank, world_size, frozen=None, **_):
+    """The model, all of it trainable or its biases alone, the rest kept as `frozen` says."""
+    modules = language_model(tied=frozen is None)
+    for name, parameter in [named for module in modules for named in module.named_parameters() if frozen is not None]:
+        parameter.requires_grad_(name.endswith("bias"))
+        if not parameter.requires_grad and frozen != "blocks":
+            parameter.data = parameter.data.to(frozen)
+    return Zero3Sequential([Zero3Layer(module, rank, world_size, "cpu", frozen_blocks=frozen == "blocks") for module in modules])
 
 
 def predicted(rank, world_size, options):
     """The prediction, a census between steps and in a step, and the most bytes of full parameters and full gradients that were seen."""
-    model = shard(language_model(tied=True), rank, world_size)
-    optimizer = Zero3Adam(model.get_trainable_chunk(), **options)
+    model = sharded_for(rank, world_size, **options)
+    optimizer = Zero3Adam(model.get_trainable_chunk(), **{name: value for name, value in options.items() if name != "frozen"})
     flats = [flat for layer in model.all_layers() for flat in layer.flats]
     most = {"layers": 0, "flat gradients": 0}
 
@@ -120,4 +133,6 @@ def test_the_printed_prediction_is_what_is_held(world_size, options):
         assert in_step == memory.between_steps + memory.gradients
         assert memory.layers * 0.6 <= most["layers"] <= memory.layers
         assert 0 < most["flat gradients"] <= memory.flat_gradients
+        if "frozen" in OPTIONS[options]:
+            assert memory.parameters == 3 * (12 + 25 + 12), "the biases alone have a gradient and moments"
         assert f"{memory.per_parameter} bytes x {memory.parameters:,} / {world_size}" in str(memory)
