@@ -47,11 +47,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """Two raylets of 4 logical CPUs each, token authentication on, this process connected as a driver."""
+    """Two raylets of 4 logical CPUs each, token authentication on, this process connected as a driver.
+
+    With a dashboard: where there is none, Ray Train waits 12 s for an answer from it at the end of every job.
+    """
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    from rayzero3.cli.head import _free_ports
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": True, "dashboard_port": _free_ports(1)[0]})
     cluster.add_node(num_cpus=4)
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     yield
