@@ -86,9 +86,12 @@ class Cli:
 
 
 @pytest.fixture
-def fresh(tmp_path: Path) -> Cli:
-    """The CLI with an empty state folder: no cluster."""
-    return Cli(tmp_path / "state")
+def fresh(tmp_path: Path) -> Iterator[Cli]:
+    """The CLI with an empty state folder: no cluster. What a test starts ends with it."""
+    cli = Cli(tmp_path / "state")
+    yield cli
+    if cli.head is not None:
+        cli("cluster", "down")
 
 
 @pytest.fixture(scope="session")
