@@ -38,11 +38,6 @@ class Weights(Protocol):
         """Elements [start, stop) of a flattened parameter, 1-D, any dtype."""
 
 
-def full_name(label: str, name: str) -> str:
-    """A parameter's name in the model, from its layer's and its own."""
-    return f"{label}.{name}" if label else name
-
-
 def generator_for(seed: int, name: str) -> torch.Generator:
     """A CPU generator that depends on (seed, name) alone."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
@@ -90,12 +85,20 @@ def flat_parameters(
     return made
 
 
-def fill_chunk(flat: FlatParameter, values: dict[str, Tensor], label: str, initialize: Initializer | Weights | None, seed: int) -> None:
+def fill_chunk(
+    flat: FlatParameter,
+    values: dict[str, Tensor],
+    label: str,
+    full_name: Callable[[str], str],
+    initialize: Initializer | Weights | None,
+    seed: int,
+) -> None:
     """Fill a flat parameter's chunk.
 
     Args:
         values: Name -> full parameter, of the shapes in flat's layout. On the meta device they are initialised or read, else rank 0's count.
-        label: Name of the layer; a parameter's full name starts with it.
+        label: How the ledger calls the layer.
+        full_name: From a parameter's name in the layer to its name in the model.
 
     Cost: while a parameter is initialised, the whole of it in fp32; while it is read, a MiB or two.
 
@@ -107,11 +110,11 @@ def fill_chunk(flat: FlatParameter, values: dict[str, Tensor], label: str, initi
         _fill_from_first(flat, values, label)
         return
     if initialize is None or on_meta != set(values):
-        names = ", ".join(full_name(label, name) for name in sorted(on_meta))
+        names = ", ".join(full_name(name) for name in sorted(on_meta))
         raise StateError(names, "on the meta device", "it has no values", "Pass initialize=, and put all of the layer on the meta device.")
     own = flat.values()
     for overlap in flat.layout.overlaps(flat.rank):
-        name, shape = full_name(label, overlap.name), tuple(values[overlap.name].shape)
+        name, shape = full_name(overlap.name), tuple(values[overlap.name].shape)
         if not callable(initialize):
             for start in range(overlap.start, overlap.stop, _READ_NUMEL):
                 part = initialize.read(name, shape, start, min(start + _READ_NUMEL, overlap.stop))

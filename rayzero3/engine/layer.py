@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rayzero3.engine.build import Initializer, Weights, check_buffers, fill_chunk, flat_parameters, full_name
+from rayzero3.engine.build import Initializer, Weights, check_buffers, fill_chunk, flat_parameters
 from rayzero3.engine.calls import Call
 from rayzero3.engine.comm import Comm
 from rayzero3.engine.flat import FlatParameter
@@ -107,11 +107,8 @@ class Zero3Layer(nn.Module):
 
     def full_name(self, name: str) -> str:
         """The name in the model of this layer's parameter `name`; seeds, checkpoints and errors go by it."""
-        return full_name(self._prefix, name)
-
-    @property
-    def _prefix(self) -> str:
-        return self.label if self.name is None else self.name
+        prefix = self.label if self.name is None else self.name
+        return f"{prefix}.{name}" if prefix else name
 
     @property
     def flats(self) -> list[FlatParameter]:
@@ -288,7 +285,7 @@ class Zero3Layer(nn.Module):
         """Replace the module's own parameters by views of flat parameters, and fill the chunks; those that other layers hold stay theirs."""
         self.trainable, self.frozen, self.places, views = None, [], Places(), {}
         for flat, values in flat_parameters(self.module, self.comm, self.device, self.dtype, self.offload, self.frozen_blocks):
-            fill_chunk(flat, {name: value.detach() for name, value in values.items()}, self._prefix, initialize, seed)
+            fill_chunk(flat, {name: value.detach() for name, value in values.items()}, self.label, self.full_name, initialize, seed)
             for name, value in values.items():
                 view = views[id(value)] = flat.parameters[name]
                 value.zero3_home = view.zero3_home = (weakref.ref(self), name)
