@@ -20,6 +20,7 @@ _NO_MATTER = {
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id", "return_dict"),
     *("initializer_range", "classifier_dropout", "problem_type", "id2label", "label2id", "task_specific_params", "_attn_implementation"),
     *("_attn_implementation_autoset", "use_bfloat16", "torchscript", "chunk_size_feed_forward"),
+    "transformers.js_config",
 }
 """Keys that change no logit."""
 _MUST_BE: dict[str, tuple[Any, ...]] = {
@@ -37,6 +38,8 @@ _MUST_BE: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False, None),
     "is_llama_config": (True, None),
     "use_mrope": (False, None),
+    "attention_probs_dropout_prob": (0, None),
+    "hidden_dropout_prob": (0, None),
 }
 """Keys with the only values that our models compute."""
 

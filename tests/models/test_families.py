@@ -163,6 +163,18 @@ OLDER = {
         {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": {"factor": 8.0, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
         {"rotary_base": 500000.0},
     ),
+    "gpt-neox-20b, as the hub has it": (
+        {"model_type": "gpt_neox", "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0, "hidden_act": "gelu_fast", "rotary_pct": 0.25, "torch_dtype": "float16"},
+        {"activation": "gelu_tanh", "rotary_fraction": 0.25},
+    ),
+    "smollm, as the hub has it": (
+        {"model_type": "llama", "is_llama_config": True, "rope_interleaved": False, "pretraining_tp": 1, "transformers.js_config": {"dtype": "q4"}},
+        {"family": "llama", "mlp_bias": False},
+    ),
+    "qwen 2.5, as the hub has it": (
+        {"model_type": "qwen2", "use_mrope": False, "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 70},
+        {"window": None, "input_bias": True, "output_bias": False},
+    ),
     "the older name of the variant": ({"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2.0}}, {"rotary_base": 10000.0}),
     "pythia": ({"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 20000}, {"rotary_base": 20000.0, "rotary_fraction": 0.5}),
 }
