@@ -15,7 +15,9 @@ from rayzero3.checkpoint import export as exporting
 from rayzero3.checkpoint.export import export
 from rayzero3.checkpoint.format import Entry, Manifest, Piece, Position, digest, rank_file
 from rayzero3.checkpoint.save import save
+from rayzero3.config import parse_job
 from rayzero3.errors import CheckpointError, ConfigError
+from rayzero3.models.build import layers_of
 from rayzero3.models.context import Context
 from rayzero3.train.loop import steps
 from rayzero3.train.trainee import build
@@ -37,8 +39,6 @@ MODELS = {
 
 def job_of(storage, model, **changes):
     raw = small_job(storage, train={"steps": 3}).model_dump(mode="json")
-    from rayzero3.config import parse_job
-
     return parse_job(raw | {"model": {"vocab_size": VOCABULARY} | model} | changes)
 
 
@@ -111,8 +111,6 @@ def test_two_gigabytes_are_exported_by_a_process_that_may_have_one(tmp_path):
     """The matrices are of this size and the checkpoint of two ranks is real; only Adam's moments are left out, which an export never reads."""
     width, vocabulary = 2048, 130_000
     job = job_of(tmp_path, {"family": "llama", "layers": 1, "width": width, "heads": 16, "mlp_width": 256, "vocab_size": vocabulary})
-    from rayzero3.models.build import layers_of
-
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     entries, parts = {}, ({}, {})

@@ -58,17 +58,14 @@ def step(rank, world_size):
     model = sharded(rank, world_size)
     optimizer = Zero3Adam(model.get_trainable_chunk(), lr=1e-2)
     x = torch.randn(4, 37, generator=torch.Generator().manual_seed(9)).requires_grad_()
-    losses, sent = [], []
+    losses = []
     for _ in range(3):
-        before = model.comm.bytes_sent["fetch"]
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        sent.append(model.comm.bytes_sent["fetch"] - before)
-    layers = model.all_layers()
-    return losses, sent[-1], [layer.frozen[-1].chunk.dtype for layer in layers], full_values(model), x.grad
+    return losses, full_values(model), x.grad
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -86,7 +83,7 @@ def test_a_model_in_blocks_trains_as_the_plain_model_of_the_same_values(world_si
         loss.backward()
         optimizer.step()
         expected.append(loss.item())
-    for losses, _, _, found, grad in run_ranks(step, world_size):
+    for losses, found, grad in run_ranks(step, world_size):
         assert losses == pytest.approx(expected, rel=1e-5)
         torch.testing.assert_close(grad, x.grad, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(found["2.weight"], plain[2].weight, rtol=0, atol=0)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rayzero3.config import parse_job
 from rayzero3.models.context import Cache, Context
 from rayzero3.models.generate import Sampling, generate
 from rayzero3.train.trainee import build
-from tests.jobs import parse_job
 from tests.models import folders
 from tests.ranks import run_ranks
 
@@ -28,7 +28,7 @@ def job_for(folder, key="init_from"):
 
 def continued(rank, world_size, job, prompts, sampling):
     """Every rank its share; the texts in the order of the prompts, None where another rank has them. And how many forwards there were."""
-    trainee, comm, forwards = build(job, 0, rank, world_size, CPU), None, 0
+    trainee, forwards = build(job, 0, rank, world_size, CPU), 0
     comm = trainee.model.comm
 
     def forward(ids, context):

@@ -11,6 +11,7 @@ from rayzero3.checkpoint.export import export
 from rayzero3.checkpoint.format import Position, newest
 from rayzero3.checkpoint.load import load
 from rayzero3.checkpoint.save import save
+from rayzero3.config import parse_job
 from rayzero3.errors import CheckpointError, ConfigError
 from rayzero3.models.context import Context
 from rayzero3.train.loop import steps
@@ -41,8 +42,6 @@ def folder(tmp_path_factory):
 def job_of(storage, folder, tune, key="init_from", **train):
     train = {"steps": 4, "learning_rate": 3e-3, "warmup_steps": 1, "clip_norm": 1.0} | train
     raw = small_job(storage, train=train).model_dump(mode="json")
-    from rayzero3.config import parse_job
-
     return parse_job(raw | {"model": {key: str(folder)}, "tune": tune})
 
 
