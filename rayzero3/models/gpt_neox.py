@@ -31,7 +31,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         batch, length, _ = x.shape
-        query, key, value = self.query_key_value(x).view(batch, length, self.heads, -1).transpose(1, 2).chunk(3, dim=-1)
+        parts = self.query_key_value(x).view(batch, length, self.heads, -1).chunk(3, dim=-1)
+        query, key, value = (part.transpose(1, 2) for part in parts)  # after the chunk, whose backward is laid out as its input is
         query, key = self.rotary(query, key, context)
         return self.dense(attend(query, key, value, context, self.layer))
 

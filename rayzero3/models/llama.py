@@ -16,6 +16,7 @@ from rayzero3.config import Llama
 from rayzero3.models.attention import attend
 from rayzero3.models.context import Context
 from rayzero3.models.head import Embedding, Layers, Readout
+from rayzero3.models.norm import RMSNorm
 from rayzero3.models.rotary import Rotary
 
 
@@ -30,8 +31,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.width, config.groups * size, config.input_bias)
         self.v_proj = nn.Linear(config.width, config.groups * size, config.input_bias)
         self.o_proj = nn.Linear(config.heads * size, config.width, config.output_bias)
-        self.q_norm = nn.RMSNorm(size, config.norm_eps) if config.query_key_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(size, config.norm_eps) if config.query_key_norm else nn.Identity()
+        self.q_norm = RMSNorm(size, config.norm_eps) if config.query_key_norm else nn.Identity()
+        self.k_norm = RMSNorm(size, config.norm_eps) if config.query_key_norm else nn.Identity()
         self.rotary = Rotary(config)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
@@ -59,9 +60,9 @@ class Block(nn.Module):
 
     def __init__(self, config: Llama, layer: int = 0) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.width, config.norm_eps)
+        self.input_layernorm = RMSNorm(config.width, config.norm_eps)
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = nn.RMSNorm(config.width, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.width, config.norm_eps)
         self.mlp = FeedForward(config)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
@@ -72,7 +73,7 @@ class Block(nn.Module):
 def llama(config: Llama, vocab_size: int) -> Layers:
     """Embedding, blocks, readout, each with its name. Make it under `torch.device("meta")`: the values are for others to fill."""
     embedding = Embedding(vocab_size, config.width)
-    readout = Readout("model.norm", nn.RMSNorm(config.width, config.norm_eps), "lm_head", vocab_size, config.width)
+    readout = Readout("model.norm", RMSNorm(config.width, config.norm_eps), "lm_head", vocab_size, config.width)
     if config.tie_embeddings:
         readout.tie(embedding)
     blocks = [(f"model.layers.{layer}", Block(config, layer)) for layer in range(config.layers)]

@@ -23,7 +23,10 @@ MASKED = -100
 """Label of a token that does not count."""
 
 _PIECE_NUMEL = 2**24
-"""Logits of a piece: 64 MiB in fp32."""
+"""Logits of a piece, which one product of matrices makes: 64 MiB in fp32."""
+
+_BLOCK_NUMEL = 2**18
+"""Logits of a block for each thread of a CPU: 1 MiB in fp32, which stays in its cache from pass to pass. On a GPU a block is a piece."""
 
 
 def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, loss: LossSection = LossSection(), factor: Tensor | None = None) -> Tensor:
@@ -37,41 +40,58 @@ def head_loss(hidden: Tensor, weight: Tensor, labels: Tensor, loss: LossSection 
     Shapes:
         hidden: (n, D) compute dtype. weight: (V, D) compute dtype. labels: (n,) int64.
 
-    Cost: 2**24 logits in fp32 and in compute dtype at a time; and from forward to backward the gradients of both arguments, which backward
-    would make anyway. No logit is computed twice.
+    Cost: 2**24 logits in compute dtype at a time, which become their gradient in place, and a block of them in fp32; and from forward to
+    backward the gradients of both arguments, which backward would make anyway. No logit is computed twice.
     """
     return _HeadLoss.apply(hidden, weight, labels, loss, hidden.new_ones((), dtype=torch.float32) if factor is None else factor.float())
 
 
 def logits_loss(logits: Tensor, labels: Tensor, loss: LossSection = LossSection()) -> Tensor:
-    """As `head_loss`, of logits (n, V) that somebody else computed; only their fp32 copies come in pieces."""
+    """As `head_loss`, of logits (n, V) that somebody else computed; only their fp32 copies come in blocks."""
     return _LogitsLoss.apply(logits, labels, loss)
 
 
-def _pieces(tokens: int, vocabulary: int) -> Iterator[slice]:
-    size = max(1, _PIECE_NUMEL // vocabulary)
+def _pieces(tokens: int, vocabulary: int, numel: int) -> Iterator[slice]:
+    size = max(1, numel // vocabulary)
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens))
 
 
-def _piece_loss(logits: Tensor, labels: Tensor, loss: LossSection, with_grad: bool) -> Tensor:
-    """Loss of some tokens, () fp32. Their logits, (n, V) fp32, become its gradient in place."""
+def _loss(logits: Tensor, labels: Tensor, loss: LossSection, grad: Tensor | None = None, factor: Tensor | None = None) -> Tensor:
+    """Loss of some tokens, () fp32, block by block.
+
+    Args:
+        grad: (n, V), gets the gradient of `logits` (n, V), times `factor`; it may be `logits` itself.
+    """
+    numel = min(_PIECE_NUMEL, _BLOCK_NUMEL * torch.get_num_threads()) if logits.device.type == "cpu" else _PIECE_NUMEL
+    in_place = grad is logits and logits.dtype is torch.float32
+    total = torch.zeros((), device=logits.device)
+    for rows in _pieces(*logits.shape, numel):
+        block = logits[rows].to(torch.float32, copy=not in_place)
+        total += _block_loss(block, labels[rows], loss, factor, grad is not None)
+        if grad is not None and not in_place:
+            grad[rows] = block
+    return total
+
+
+def _block_loss(logits: Tensor, labels: Tensor, loss: LossSection, factor: Tensor | None, with_grad: bool) -> Tensor:
+    """Loss of some tokens, () fp32. Their logits, (n, V) fp32, become its gradient times `factor` in place."""
     vocabulary, valid = logits.shape[1], labels != MASKED
     targets = labels.clamp(min=0)[:, None]
-    top = torch.logsumexp(logits, dim=1)
     said = logits.gather(1, targets)[:, 0]
     if loss.label_smoothing:
         said = said * (1 - loss.label_smoothing) + logits.mean(dim=1) * loss.label_smoothing
+    largest = logits.amax(dim=1)
+    sums = logits.sub_(largest[:, None]).exp_().sum(dim=1)
+    top = sums.log() + largest
     total = top - said + loss.z_loss * top.square() if loss.z_loss else top - said
     if with_grad:
-        logits.sub_(top[:, None]).exp_()
-        if loss.z_loss:
-            logits.mul_((1 + 2 * loss.z_loss * top)[:, None])
-        logits.scatter_add_(1, targets, logits.new_full((1, 1), loss.label_smoothing - 1).expand_as(targets))
+        weight = valid.float() if factor is None else valid * factor
+        logits.mul_((weight * (1 + 2 * loss.z_loss * top) / sums)[:, None])
+        logits.scatter_add_(1, targets, (weight * (loss.label_smoothing - 1))[:, None])
         if loss.label_smoothing:
-            logits.sub_(loss.label_smoothing / vocabulary)
-        logits.mul_(valid[:, None])
-    return (total * valid).sum()
+            logits.sub_((weight * (loss.label_smoothing / vocabulary))[:, None])
+    return torch.where(valid, total, 0.0).sum()
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -81,15 +101,15 @@ class _HeadLoss(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if wanted[0] else None
         weight_grad = (torch.empty_like(weight) if len(hidden) else torch.zeros_like(weight)) if wanted[1] else None
-        for piece in _pieces(len(hidden), len(weight)):
-            logits = (hidden[piece] @ weight.T).float()
-            total += _piece_loss(logits, labels[piece], loss, wanted[0] or wanted[1])
-            if wanted[0] or wanted[1]:
-                grad = logits.mul_(factor).to(hidden.dtype)
-                if hidden_grad is not None:
-                    torch.mm(grad, weight, out=hidden_grad[piece])
-                if weight_grad is not None:
-                    weight_grad.addmm_(grad.T, hidden[piece], beta=float(piece.start > 0))
+        for piece in _pieces(len(hidden), len(weight), _PIECE_NUMEL):
+            logits = hidden[piece] @ weight.T
+            grad = logits if wanted[0] or wanted[1] else None
+            total += _loss(logits, labels[piece], loss, grad, factor)
+            if hidden_grad is not None:
+                torch.mm(grad, weight, out=hidden_grad[piece])
+            if weight_grad is not None:
+                weight_grad.addmm_(grad.T, hidden[piece], beta=float(piece.start > 0))
+            del logits, grad  # before the next piece's
         ctx.save_for_backward(hidden_grad, weight_grad, factor)
         return total
 
@@ -97,6 +117,8 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad, factor = ctx.saved_tensors
         ratio = upstream / factor
+        if ratio.device.type == "cpu" and ratio == 1:  # a pass over a gradient as large as the readout; a GPU would have to be waited for
+            return hidden_grad, weight_grad, None, None, None
         return *(None if grad is None else grad.mul_(ratio) for grad in (hidden_grad, weight_grad)), None, None, None
 
 
@@ -105,17 +127,11 @@ class _LogitsLoss(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, loss: LossSection) -> Tensor:
         ctx.save_for_backward(logits, labels)
         ctx.loss = loss
-        total = torch.zeros((), device=logits.device)
-        for piece in _pieces(*logits.shape):
-            total += _piece_loss(logits[piece].to(torch.float32, copy=True), labels[piece], loss, False)
-        return total
+        return _loss(logits, labels, loss)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels = ctx.saved_tensors
         grad = torch.empty_like(logits)
-        for piece in _pieces(*logits.shape):
-            part = logits[piece].to(torch.float32, copy=True)
-            _piece_loss(part, labels[piece], ctx.loss, True)
-            grad[piece] = part.mul_(upstream)
+        _loss(logits, labels, ctx.loss, grad, upstream)
         return grad, None, None

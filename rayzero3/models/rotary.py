@@ -10,6 +10,7 @@ Grattafiori et al. 2024, Llama 3, arXiv:2407.21783, section 3.4, and its referen
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,13 +66,31 @@ class Rotary(nn.Module):
             return tuple(part[:, None] for part in self.table(context.cache.positions(length)))
 
         cos, sin = context.once(("rotary", self.width, self.base, self.scaling, length), make)
-        return self._rotate(query, cos, sin), self._rotate(key, cos, sin)
+        return _Rotation.apply(query, cos, sin), _Rotation.apply(key, cos, sin)
 
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rotated, rest = x[..., : self.width].float(), x[..., self.width :]
-        first, second = rotated.chunk(2, dim=-1)
-        rotated = (rotated * cos).addcmul_(torch.cat((-second, first), dim=-1), sin).to(x.dtype)
-        return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+
+class _Rotation(torch.autograd.Function):
+    """Rotate the first R channels of (..., T, d) by a table, (..., T, R) each. Backward turns the gradient back: as many passes as forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(upstream, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    width, half = cos.shape[-1], cos.shape[-1] // 2
+    plain, rest = x[..., :width].float(), x[..., width:]
+    rotated = plain * cos
+    rotated[..., :half].addcmul_(plain[..., half:], sin[..., :half], value=-1)
+    rotated[..., half:].addcmul_(plain[..., :half], sin[..., half:])
+    rotated = rotated.to(x.dtype)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 
 
 def _llama3(plain: Tensor, scaling: RotaryScaling, trained: int) -> Tensor:
