@@ -3,7 +3,7 @@ BIN := .venv/bin
 CORPUS := data/stdlib
 export RAY_USAGE_STATS_ENABLED = 0
 
-.PHONY: demo test bench-engine clean
+.PHONY: demo test bench-engine bench-model clean
 
 demo: .venv/ready
 	$(BIN)/rayzero3 tokenize "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" --pattern "*.py" --exclude "site-packages/*" --exclude "test/*" --vocab-size 1024 --out $(CORPUS)
@@ -14,6 +14,9 @@ test: .venv/ready
 
 bench-engine: .venv/ready
 	$(BIN)/python -m bench.engine
+
+bench-model: .venv/ready
+	$(BIN)/python -m bench.model
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

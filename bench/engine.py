@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
             names = MEMORY_OF_MANY if options.quick or world_size > 2 else SHARDED
             results.add_memory(measure_memory(names, workload, world_size))
     held = goals.load_held()
-    print("\n" + "\n".join(goals.report(results.measured, held)))
+    print("\n" + "\n".join(goals.report(results.measured, held, goals.ENGINE_GOALS)))
     broken = goals.broken(results.measured, held, results.disturbed)
     for text in [f"broken: {name}" for name in broken] + results.disagreements:
         print(text)

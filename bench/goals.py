@@ -1,4 +1,4 @@
-"""Goal: a bound that our engine must keep, and whether it does. Pure: measured numbers in, verdicts out."""
+"""Goal: a bound that our engine or our models must keep, and whether they do. Pure: measured numbers in, verdicts out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Goal:
 
 TIME_NOISE, BYTES_NOISE, MEMORY_NOISE = 0.05, 0.005, 0.02
 
-GOALS = {
+ENGINE_GOALS = {
     goal.name: goal
     for goal in (
         Goal("fp32 step / fsdp2", 0.66, TIME_NOISE, is_time=True),
@@ -51,12 +51,24 @@ GOALS = {
         Goal("wide peak / fsdp2, N=4", 1.0, MEMORY_NOISE),
     )
 }
+MODEL_GOALS = {
+    goal.name: goal
+    for goal in (
+        Goal("gpt_neox step / transformers", 0.9, TIME_NOISE, is_time=True),
+        Goal("llama step / transformers", 0.9, TIME_NOISE, is_time=True),
+        Goal("gpt_neox-64k step / transformers", 0.9, TIME_NOISE, is_time=True),
+        Goal("llama-64k step / transformers", 0.9, TIME_NOISE, is_time=True),
+        Goal("loss peak / at once, fp32", 0.6, MEMORY_NOISE),
+        Goal("loss peak / at once, bf16", 0.4, MEMORY_NOISE),
+    )
+}
+GOALS = ENGINE_GOALS | MODEL_GOALS
 
 
-def report(measured: dict[str, float], held: dict[str, float]) -> list[str]:
-    """One line for each goal: measured, bound, verdict, and what it was when it last held."""
+def report(measured: dict[str, float], held: dict[str, float], goals: dict[str, Goal] = GOALS) -> list[str]:
+    """One line for each of the goals: measured, bound, verdict, and what it was when it last held."""
     lines = [f"{'goal':<34}{'measured':>10}{'bound':>8}  verdict"]
-    for name, goal in GOALS.items():
+    for name, goal in goals.items():
         before = f" (held with {held[name]:.3f})" if name in held else ""
         if name not in measured:
             lines.append(f"{name:<34}{'-':>10}{goal.bound:>8.2f}  not measured{before}")

@@ -5,7 +5,6 @@ Commands: {"do": "steps", "count": k} and {"do": "memory", "count": k}. It ends 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import resource
@@ -18,11 +17,11 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
+from bench.memory import map_large_blocks, reset_peak, status_bytes
 from bench.peers import ENGINES, Peer
 from bench.workloads import WORKLOADS, Workload
 
 TIMEOUT_S = 100
-_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 262144
 
 
 class Worker:
@@ -42,7 +41,7 @@ class Worker:
             )
         ENGINES["limit"](WORKLOADS["tiny"]).step(WORKLOADS["tiny"].batch(0, rank))  # loads the code that any step loads
         gc.collect()
-        self.start_bytes = _status_bytes("VmRSS")
+        self.start_bytes = status_bytes("VmRSS")
         self.peer: Peer = ENGINES[engine](self.workload)
 
     def steps(self, count: int) -> dict[str, float | list[float]]:
@@ -60,16 +59,9 @@ class Worker:
         self.steps(1)
         gc.collect()
         persistent = _storage_bytes()
-        with open("/proc/self/clear_refs", "w") as reset:
-            reset.write("5")
+        reset_peak()
         self.steps(count - 1)
-        return {"persistent_bytes": persistent, "peak_bytes": _status_bytes("VmHWM") - self.start_bytes}
-
-
-def _status_bytes(field: str) -> int:
-    with open("/proc/self/status") as status:
-        line = next(line for line in status if line.startswith(field))
-    return int(line.split()[1]) * 1024
+        return {"persistent_bytes": persistent, "peak_bytes": status_bytes("VmHWM") - self.start_bytes}
 
 
 def _storage_bytes() -> int:
@@ -96,8 +88,7 @@ def serve(pipe: Connection, log: str, environment: dict[str, str], mapped: bool,
     os.dup2(output, 2)
     os.environ.update(environment)
     if mapped:
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
-        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(_MAPPED_BYTES)  # tells engines that the user has chosen
+        map_large_blocks()
     torch.set_num_threads(1)
     try:
         worker = Worker(*about)

@@ -101,15 +101,15 @@ class _HeadLoss(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         hidden_grad = torch.empty_like(hidden) if wanted[0] else None
         weight_grad = (torch.empty_like(weight) if len(hidden) else torch.zeros_like(weight)) if wanted[1] else None
+        buffer = hidden.new_empty(min(len(hidden), max(1, _PIECE_NUMEL // len(weight))), len(weight))  # one for all: new pages cost as much as a pass
         for piece in _pieces(len(hidden), len(weight), _PIECE_NUMEL):
-            logits = hidden[piece] @ weight.T
+            logits = torch.mm(hidden[piece], weight.T, out=buffer[: piece.stop - piece.start])
             grad = logits if wanted[0] or wanted[1] else None
             total += _loss(logits, labels[piece], loss, grad, factor)
             if hidden_grad is not None:
                 torch.mm(grad, weight, out=hidden_grad[piece])
             if weight_grad is not None:
                 weight_grad.addmm_(grad.T, hidden[piece], beta=float(piece.start > 0))
-            del logits, grad  # before the next piece's
         ctx.save_for_backward(hidden_grad, weight_grad, factor)
         return total
 
