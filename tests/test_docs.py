@@ -13,6 +13,8 @@ from pydantic import BaseModel
 
 from rayzero3.cli.main import cli
 from rayzero3.config import Job, load_job
+from rayzero3.models.build import layers_of
+from rayzero3.train.trainee import check_model
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -76,9 +78,33 @@ def test_the_engines_block_in_the_readme_runs():
     assert all(loss > 0 for loss in run_ranks(run_block, 2, code))
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.yaml")), ids=lambda path: path.name)
-def test_every_job_file_loads(path):
-    assert load_job(path).name == path.stem
+JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def neighbours(tmp_path_factory):
+    """A folder with a tiny model wherever a job file looks for one."""
+    from tests.models import folders
+
+    folder = tmp_path_factory.mktemp("neighbours")
+    for source in {yaml.safe_load(path.read_text())["model"].get("init_from") for path in JOBS} - {None}:
+        folders.make_folder(folder / source, "GPTNeoX" if "neox" in source else "Llama")
+    return folder
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.name)
+def test_every_job_file_loads_and_what_it_trains_is_in_its_model(path, neighbours, monkeypatch):
+    monkeypatch.chdir(neighbours)
+    job = load_job(path)
+    assert job.name == path.stem
+    check_model(job, 300)
+
+
+def test_gpt_neox_20b_is_built_without_memory_and_has_its_parameters():
+    parts = layers_of(load_job(ROOT / "jobs/pretrain_neox_20b.yaml").model, 0)
+    parameters = [parameter for _, module in parts for parameter in module.parameters()]
+    assert all(parameter.is_meta for parameter in parameters)
+    assert sum(parameter.numel() for parameter in parameters) == pytest.approx(20.5e9, rel=0.02)
 
 
 def test_every_command_in_the_documents_exists():

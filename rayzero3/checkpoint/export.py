@@ -29,7 +29,7 @@ LARGEST_FILE_BYTES = 4 * 2**30
 _NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _LONG_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja", "tokenizer.model")
-_ADAPTER_FILE, _ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_CONFIG, _ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -63,17 +63,20 @@ def export(checkpoint: Path, out: Path, dtype: str | None = None) -> list[Path]:
     temporary = out.with_name(out.name + ".part")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    files = {name: TensorFile(folder / name) for name in manifest.files}
-    tensors = _tensors(manifest, job, files, _NAMES.get(dtype or ""))
-    if job.tune.lora is not None:
-        tensors = {adapter_name(name): tensor for name, tensor in tensors.items() if ADAPTER.fullmatch(name)}
-        _write_adapter(temporary, tensors, job)
-    else:
-        _write_model(temporary, tensors, job)
-    _copy_tokenizer(temporary, job)
-    if out.exists():
-        out.rmdir()
-    os.replace(temporary, out)
+    try:
+        files = {name: TensorFile(folder / name) for name in manifest.files}
+        tensors = _tensors(manifest, job, files, _NAMES.get(dtype or ""))
+        if job.tune.lora is not None:
+            tensors = {adapter_name(name): tensor for name, tensor in tensors.items() if ADAPTER.fullmatch(name)}
+            _write_adapter(temporary, tensors, job)
+        else:
+            _write_model(temporary, tensors, job)
+        _copy_tokenizer(temporary, job)
+        if out.exists():
+            out.rmdir()
+        os.replace(temporary, out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return sorted(out.iterdir())
 
 
@@ -139,7 +142,7 @@ def _write_model(folder: Path, tensors: dict[str, Streamed], job: Job) -> None:
 def _write_adapter(folder: Path, tensors: dict[str, Streamed], job: Job) -> None:
     write_streamed(folder / _ADAPTER_FILE, tensors, {"format": "pt"})
     targets = sorted({name.split(".")[-3] for name in tensors})
-    _write_json(folder / _ADAPTER_CONFIG, adapter_config(job.tune.lora, targets, str(job.model.init_from or "")))
+    _write_json(folder / ADAPTER_CONFIG, adapter_config(job.tune.lora, targets, str(job.model.init_from or "")))
 
 
 def _end_of_text(job: Job) -> dict[str, int]:

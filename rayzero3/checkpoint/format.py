@@ -102,6 +102,8 @@ class Manifest:
         """The manifest of a whole checkpoint. Raises CheckpointError if it is none, or a file is missing or cut short."""
         try:
             raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            if "tokenizer_sha256" in raw:
+                raise CheckpointError(f"{folder}", "a folder of token shards", "expected a checkpoint, or the folder of a run that has one", "Give runs/NAME.")
             if raw["format"] != FORMAT_VERSION:
                 raise CheckpointError(f"the format of {folder}", raw["format"], f"this version reads {FORMAT_VERSION}", "Use the version that wrote it.")
             entries = {
@@ -109,6 +111,9 @@ class Manifest:
                 for name, e in raw.pop("parameters").items()
             }
             manifest = cls(parameters=entries, **raw)
+        except FileNotFoundError:
+            got = "missing" if not folder.is_dir() else "a run without a whole checkpoint" if (folder / "job.yaml").exists() else f"a folder without {MANIFEST}"
+            raise CheckpointError(f"{folder}", got, "expected a checkpoint, or the folder of a run that has one", "Give runs/NAME.") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder} is not a checkpoint", None, f"its {MANIFEST} can't be read: {error}", "Use another checkpoint.") from None
         for name, facts in manifest.files.items():

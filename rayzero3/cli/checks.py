@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from rayzero3.cli.jobs import Jobs
 from rayzero3.config import Job
+from rayzero3.config.sections import WorkersSection
 from rayzero3.errors import ClusterError, ConfigError
 from rayzero3.train.check import Resources
 
 
-def check_capacity(job: Job, jobs: Jobs) -> None:
-    """Refuse a job that the whole cluster can't hold. Raises ClusterError with what it has."""
+def check_capacity(workers: WorkersSection, jobs: Jobs) -> None:
+    """Refuse workers that the whole cluster can't hold. Raises ClusterError with what it has."""
     try:
-        Resources.of(job.workers, jobs.resources())
+        Resources.of(workers, jobs.resources())
     except ClusterError as error:
-        if not jobs.own_head or job.workers.device == "gpu":
+        if not jobs.own_head or workers.device == "gpu":
             raise
         do = f"{error.do} Or `rayzero3 cluster down` and submit again: a new head is sized for the job."
         raise ClusterError(error.what, error.got, error.expected, do) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -14,6 +15,7 @@ from rayzero3.cli.checks import check_capacity, check_unique
 from rayzero3.cli.follow import exit_code, follow
 from rayzero3.cli.jobs import Jobs, connect, given_address
 from rayzero3.config import load_job
+from rayzero3.config.sections import WorkersSection
 from rayzero3.errors import ClusterError
 from rayzero3.train.check import check_data
 
@@ -27,13 +29,7 @@ def submit(file: str, address: str | None, overrides: tuple[str, ...], detach: b
     else:
         check_data(job)
     suffix = _suffix(address)
-    jobs, started = connect_or_start(address, job.workers.count, job.workers.device)
-    try:
-        check_capacity(job, jobs)
-    except ClusterError:
-        if started:
-            head.stop()
-        raise
+    jobs = cluster_for(job.workers, address)
     check_unique(job, jobs, suffix)
     job_id = jobs.submit(job)
     show.submitted(job_id, job.name, job.run_folder, jobs, auth.token_hint(), suffix)
@@ -149,14 +145,14 @@ def note(text: str) -> None:
     click.echo(text, err=True)
 
 
-def follow_job(jobs: Jobs, job_id: str) -> int:
-    """Show a job's log to its end; Ctrl-C ends the following, not the job. The exit code."""
-    return _follow(jobs, job_id, job_id, "" if jobs.own_head else f" --address {jobs.address}")
+def follow_job(jobs: Jobs, job_id: str, write: Callable[[str], object]) -> int:
+    """Give a job's log to `write` as it comes, to the job's end; Ctrl-C ends the following, not the job. The exit code."""
+    return _follow(jobs, job_id, job_id, "" if jobs.own_head else f" --address {jobs.address}", write)
 
 
-def _follow(jobs: Jobs, job_id: str, name: str, suffix: str) -> int:
+def _follow(jobs: Jobs, job_id: str, name: str, suffix: str, write: Callable[[str], object] | None = None) -> int:
     try:
-        info = follow(jobs, job_id, note=note)
+        info = follow(jobs, job_id, write, note)
     except KeyboardInterrupt:
         note(f"\nno longer following; job {job_id} goes on.")
         note(f"follow it: rayzero3 logs {name} --follow{suffix}\nstop it:   rayzero3 stop {name}{suffix}")
@@ -194,15 +190,23 @@ def _connect(option: str | None) -> Jobs:
     return connect(address, own)
 
 
-def connect_or_start(option: str | None, workers: int, device: str) -> tuple[Jobs, bool]:
-    """The cluster for so many workers, and whether it was started for them."""
+def cluster_for(workers: WorkersSection, option: str | None) -> Jobs:
+    """The cluster that the user means, or a head of ours, started where none runs. Raises ClusterError if it can't hold the workers."""
     auth.use(_is_own(given_address(option)))
     if given_address(option) is not None or head.find() is not None:
-        return _connect(option), False
+        jobs = _connect(option)
+        check_capacity(workers, jobs)
+        return jobs
     cores = os.cpu_count() or 1
-    num_cpus = cores if device == "gpu" else max(cores, workers + 2)
+    num_cpus = cores if workers.device == "gpu" else max(cores, workers.count + 2)
     note(f"no cluster was named and none of ours runs: starting a Ray head on this machine, on loopback, with {num_cpus} logical CPUs ...")
-    return connect(head.start(num_cpus).dashboard, own_head=True), True
+    jobs = connect(head.start(num_cpus).dashboard, own_head=True)
+    try:
+        check_capacity(workers, jobs)
+    except ClusterError:
+        head.stop()
+        raise
+    return jobs
 
 
 def _stop_jobs(found: head.Head) -> None:

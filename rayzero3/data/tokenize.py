@@ -109,7 +109,17 @@ def _check_settings(tokenizer: Path | None, vocab_size: int | None, validation_f
     if not 0 <= validation_fraction < 1:
         raise DataError("the validation fraction", validation_fraction, "expected at least 0 and below 1", "Try --validation-fraction 0.05.")
     if tokenizer is not None and not Path(tokenizer).is_file():
-        raise DataError(f"the tokenizer {tokenizer}", "missing", "expected a tokenizer.json file", "Check the path.")
+        folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
+        raise DataError(f"the tokenizer {tokenizer}", "a folder" if folder == Path(tokenizer) else "missing", "expected a tokenizer.json file", _tokenizer_of(folder))
+
+
+def _tokenizer_of(folder: Path) -> str:
+    """How to come by a folder's tokenizer.json."""
+    if (folder / TOKENIZER).is_file():
+        return f"Give {folder / TOKENIZER}."
+    if folder.is_dir():
+        return f"Where transformers can load it, AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r}) writes one."
+    return "Check the path."
 
 
 def _in_parallel(function: Callable[[dict], Any], items: list[dict]) -> list[Any]:

@@ -46,4 +46,5 @@ def freeze(parts: Iterable[tuple[str, nn.Module]], tune: TuneSection, compute_dt
             if not parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
     if not trains:
-        raise ConfigError(f"tune.parameters is {tune.parameters!r}", None, f"no parameter has such a name; there are {', '.join(names[:4])}, ...", "Change it.")
+        some = f"no parameter has such a name; there are {', '.join(names[:4])} and {max(0, len(names) - 4)} more"
+        raise ConfigError("tune.parameters", repr(tune.parameters), some, "Change it, or train adapters with tune.lora.")

@@ -17,23 +17,44 @@ def check_data(job: Job) -> Manifest:
 
     Raises:
         DataError: the shards are missing, or not what their manifest says.
-        ConfigError: the model's vocabulary is smaller than the tokenizer's.
+        ConfigError: the model's vocabulary is smaller than the tokenizer's, its folder has no safetensors, or the shards are not of its tokenizer.
     """
+    if job.model.init_from is not None:
+        _check_weights(job.model.init_from)
     manifest = Manifest.load(job.data.path)
     check_shards(job.data.path, manifest)
-    if job.model.vocab_size is not None and job.model.vocab_size < manifest.vocab_size:
-        raise ConfigError("model.vocab_size", job.model.vocab_size, f"the tokenizer has {manifest.vocab_size} tokens", "Raise it, or leave it out.")
     if job.model.init_from is not None:
         _check_tokenizer(job.model.init_from / TOKENIZER, job.data.path / TOKENIZER)
+    if job.model.vocab_size is not None and job.model.vocab_size < manifest.vocab_size:
+        do = "Raise it, or leave it out." if job.model.init_from is None else "Tokenize again with the tokenizer that belongs to the model."
+        raise ConfigError("model.vocab_size", job.model.vocab_size, f"the tokenizer has {manifest.vocab_size} tokens", do)
     return manifest
+
+
+def _check_weights(folder: Path) -> None:
+    """The folder must hold safetensors; what is in them is compared once a process has torch."""
+    if not any((folder / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
+        others = sorted(path.name for path in folder.glob("pytorch_model*"))
+        got = f"it has {others[0]}, which is pickled code" if others else "expected model.safetensors, or several files and their index"
+        do = "Load the model with transformers and save it with model.save_pretrained(FOLDER)." if others else "Check the path, or download the files."
+        raise ConfigError(f"{folder} has no safetensors", None, got, do)
 
 
 def _check_tokenizer(model: Path, data: Path) -> None:
     """Both must turn the same text into the same tokens: a model that is fine-tuned on other numbers learns nothing but noise."""
     if model.exists() and data.exists():
-        mine, theirs = (json.loads(path.read_text(encoding="utf-8"))["model"] for path in (model, data))
-        if mine.get("vocab") != theirs.get("vocab") or mine.get("merges") != theirs.get("merges"):
+        mine, theirs = _vocabulary(model), _vocabulary(data)
+        if mine != theirs:
             raise ConfigError(f"the tokenizer in {data.parent}", None, f"it is not that of {model.parent}", f"Tokenize again with --tokenizer {model}.")
+
+
+def _vocabulary(path: Path) -> tuple:
+    """What decides a text's tokens. Raises ConfigError where the file is no tokenizer.json."""
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))["model"]
+        return model.get("vocab"), model.get("merges")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"the tokenizer {path}", "broken", "expected a tokenizer.json of the `tokenizers` library", "Put the model's own there.") from None
 
 
 @dataclass(frozen=True)

@@ -18,16 +18,17 @@ import torch.distributed as dist
 import yaml
 from pydantic import Field
 
-from rayzero3.checkpoint.export import find_checkpoint
+from rayzero3.checkpoint.export import ADAPTER_CONFIG, find_checkpoint
 from rayzero3.checkpoint.format import MANIFEST, Manifest
 from rayzero3.checkpoint.load import load_parameters
 from rayzero3.config import Job, parse_job
-from rayzero3.config.huggingface import CONFIG, read_config
+from rayzero3.config.huggingface import CONFIG, read_config, section_of
 from rayzero3.config.sections import WorkersSection
 from rayzero3.config.values import Count, CountOrZero, Section
-from rayzero3.errors import CheckpointError, ConfigError, RayZero3Error
+from rayzero3.errors import CheckpointError, ClusterError, CollectiveError, ConfigError, RayZero3Error, TrainingError
 from rayzero3.models.generate import Sampling
-from rayzero3.train.text import continue_texts, read_tokenizer, with_ends
+from rayzero3.models.weights import SafetensorsWeights
+from rayzero3.train.text import continue_texts, encode, read_tokenizer, with_ends
 from rayzero3.train.trainee import build
 
 
@@ -64,7 +65,9 @@ def texts(request: Request, rank: int, world_size: int, device: torch.device) ->
 
 def in_this_process(request: Request) -> dict[int, str]:
     """All continuations, by a process group of this process alone."""
-    gpu = request.device == "gpu" or (request.device == "auto" and torch.cuda.is_available())
+    if request.device == "gpu" and not torch.cuda.is_available():
+        raise ClusterError("--device", "gpu", "torch finds no GPU on this machine", "Leave it out, or give the --address of a cluster that has one.")
+    gpu = request.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if gpu else "cpu")
     dist.init_process_group("nccl" if gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=10))
     try:
@@ -75,19 +78,25 @@ def in_this_process(request: Request) -> dict[int, str]:
 
 def check(request: Request) -> None:
     """What can be known to be wrong before a worker starts. Raises as `texts` does."""
-    read_tokenizer(_source(request)[3])
+    job, _, _, tokenizer = _source(request)
+    encode(read_tokenizer(tokenizer), request.prompts)
+    if job.model.init_from is not None:
+        SafetensorsWeights(job.model.init_from)
 
 
 def _source(request: Request) -> tuple[Job, Manifest | None, Path, Path]:
     """The job that builds the model, its checkpoint's manifest, its folder, and its tokenizer."""
     path = request.model
     if (path / CONFIG).exists():
-        ours = read_config(path).get("model_type") in ("gpt_neox", "llama", "mistral", "qwen2", "qwen3")
-        model = {"init_from" if ours else "transformers": str(path)}
+        model = {"init_from" if _is_ours(path) else "transformers": str(path)}
         raw = {"name": "generate", "model": model, "data": {"path": str(path)}, "tune": {"parameters": ".*"}, "seed": request.seed}
         return parse_job(raw | {"train": {"compute_dtype": request.compute_dtype or "fp32"}}), None, path, path / "tokenizer.json"
+    if (path / ADAPTER_CONFIG).exists():
+        do = "Give the folder of the run, or merge it into its base with peft's merge_and_unload and save_pretrained."
+        raise CheckpointError(f"{path}", "an adapter", "its base is not in it", do)
     if not (path / MANIFEST).exists() and not (path / "checkpoints").exists():
-        raise CheckpointError(f"{path}", None, f"it holds neither {CONFIG} nor a checkpoint", "Give a checkpoint, a run's folder, or an exported folder.")
+        got = f"it holds neither {CONFIG} nor a checkpoint" if path.is_dir() else "there is no such folder"
+        raise CheckpointError(f"{path}", None, got, "Give a checkpoint, a run's folder, or an exported folder.")
     folder = find_checkpoint(path)
     manifest = Manifest.read(folder)
     job = parse_job(manifest.job)
@@ -97,18 +106,28 @@ def _source(request: Request) -> tuple[Job, Manifest | None, Path, Path]:
     return job, manifest, folder, beside if beside.exists() else job.data.path / "tokenizer.json"
 
 
+def _is_ours(folder: Path) -> bool:
+    """Whether our models compute the folder's; else transformers' own does, where it can."""
+    try:
+        section_of(folder)
+    except ConfigError:
+        read_config(folder)  # what can't be read at all is told
+        return False
+    return True
+
+
 def _vocabulary(manifest: Manifest) -> int:
     """Rows of the embedding."""
     return next((entry.shape[0] for name, entry in manifest.parameters.items() if name.rpartition(".")[0].endswith(("embed_in", "embed_tokens"))), 0)
 
 
 def _ends(folder: Path, job: Job) -> list[int]:
-    """Tokens that end a text: the model's config says them, or the data's manifest."""
+    """Tokens that end a text: those of the model's config, and the one that ended the documents of a run."""
+    ends, data = [], job.data.path / "manifest.json"
     for path in (folder, job.model.init_from):
         if path is not None and (path / CONFIG).exists() and (found := read_config(path).get("eos_token_id")) is not None:
-            return found if isinstance(found, list) else [found]
-    data = job.data.path / "manifest.json"
-    return [json.loads(data.read_text(encoding="utf-8"))["eod_id"]] if data.exists() and job.model.init_from is None else []
+            ends += found if isinstance(found, list) else [found]
+    return ends + ([json.loads(data.read_text(encoding="utf-8"))["eod_id"]] if data.exists() else [])
 
 
 def generate_worker(config: dict[str, Any]) -> None:
@@ -127,10 +146,10 @@ def on_the_cluster(request: Request) -> dict[int, str]:
 
     Raises:
         ClusterError: the cluster can't hold the workers.
-        RayZero3Error: a worker failed; its error.
+        RayZero3Error: a worker failed; its error, or what is known of it.
     """
     import ray
-    from ray.train import RunConfig, ScalingConfig, WorkerGroupError
+    from ray.train import RunConfig, ScalingConfig, TrainingFailedError, WorkerGroupError
     from ray.train.torch import TorchTrainer
 
     from rayzero3.train import generate as importable
@@ -168,11 +187,25 @@ def on_the_cluster(request: Request) -> dict[int, str]:
     try:
         trainer.fit()
     except WorkerGroupError as error:
-        cause = next(iter(error.worker_failures.values()))
-        raise getattr(cause, "cause", None) or cause from None
+        raise _explain(error.worker_failures) from None
+    except TrainingFailedError as error:
+        raise ClusterError("the workers did not start", None, str(error).strip().splitlines()[0], "See the job's log on the dashboard.") from None
     finally:
         shutil.rmtree(request.storage / name, ignore_errors=True)
     return ray.get(gathered.all.remote())
+
+
+def _explain(failures: dict[int, Exception]) -> RayZero3Error:
+    """The error that is a cause, not a consequence: one for the user where there is one, as it was raised."""
+    causes = {rank: getattr(error, "cause", None) or error for rank, error in failures.items()}
+    rank = min(causes, key=lambda rank: (isinstance(causes[rank], CollectiveError), not isinstance(causes[rank], RayZero3Error), rank))
+    cause = causes[rank]
+    if isinstance(cause, RayZero3Error):
+        for kind in type(cause).__mro__:  # Ray's own subclass of it carries a traceback in its text
+            if kind.__module__ == RayZero3Error.__module__:
+                return kind(cause.what, cause.got, cause.expected, cause.do)
+    text = str(cause).strip() or type(cause).__name__
+    return TrainingError(f"worker {rank} failed", None, text.splitlines()[-1], "Try fewer prompts or tokens if memory ran out, or more workers.")
 
 
 def main(path: str) -> int:

@@ -42,5 +42,6 @@ def next_commands(job: Job) -> str:
         f"run folder: {job.run_folder}\n"
         f"again:      submit the same job with --set train.steps={2 * job.train.steps} and it goes on from here\n"
         f"look:       rayzero3 status {job.name}, rayzero3 logs {job.name}\n"
+        f"use:        rayzero3 generate {job.run_folder} --prompt TEXT, rayzero3 export {job.run_folder} FOLDER\n"
         "done:       rayzero3 cluster down"
     )

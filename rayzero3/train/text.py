@@ -23,6 +23,14 @@ def read_tokenizer(path: Path) -> Tokenizer:
         raise ConfigError(f"the tokenizer {path}", "not readable", str(error), "Text needs the tokenizer.json that belongs to the model.") from None
 
 
+def encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
+    """The tokens of each prompt. Raises ConfigError if one has none."""
+    ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+    if empty := [index for index, tokens in enumerate(ids) if not tokens]:
+        raise ConfigError(f"prompt {empty[0] + 1}", repr(prompts[empty[0]]), "it has no tokens to go on from", "Write at least a word.")
+    return ids
+
+
 def continue_texts(
     trainee: Trainee, tokenizer: Tokenizer, prompts: Sequence[str], sampling: Sampling, seed: int, device: torch.device
 ) -> list[str]:
@@ -33,9 +41,7 @@ def continue_texts(
     """
     comm = trainee.model.comm
     own = list(range(len(prompts)))[comm.total_rank :: comm.total_size]
-    ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
-    if empty := [index for index, tokens in enumerate(ids) if not tokens]:
-        raise ConfigError(f"prompt {empty[0] + 1}", repr(prompts[empty[0]]), "it has no tokens to go on from", "Write at least a word.")
+    ids = encode(tokenizer, prompts)
 
     def all_done(done: bool) -> bool:
         return not comm.sum_rows(torch.tensor([not done], dtype=torch.int64, device=device), "texts that go on").item()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import stat
 
@@ -48,6 +50,59 @@ def test_without_a_cluster_commands_say_how_to_get_one(fresh, arguments):
 def test_an_address_that_does_not_answer_is_named(fresh):
     text = fresh("list", "--address", "127.0.0.1:1", code=3)
     assert "http://127.0.0.1:1 does not answer" in text
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A model's folder as far as its config.json."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 32, "vocab_size": 40}
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt_neox", "rotary_pct": 0.5, **sizes}))
+    return folder
+
+
+TOKENIZER = {"model": {"vocab": {"a": 0}, "merges": []}}
+FOLDERS = {
+    "nothing": ({}, "has no safetensors; expected model.safetensors"),
+    "pickled weights": ({"pytorch_model.bin": ""}, "it has pytorch_model.bin, which is pickled code. Load the model with transformers and save it"),
+    "another tokenizer": ({"model.safetensors": "", "tokenizer.json": json.dumps(TOKENIZER)}, "it is not that of"),
+    "a broken tokenizer": ({"model.safetensors": "", "tokenizer.json": "{}"}, "expected a tokenizer.json of the `tokenizers` library"),
+    "an unknown key": ({"config.json": json.dumps({"model_type": "gpt_neox2"})}, "our models are gpt_neox, llama"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_model_folder_that_will_not_do_starts_nothing(case, fresh, job_file, data, model):
+    files, message = FOLDERS[case]
+    for name, text in files.items():
+        (model / name).write_text(text)
+    (data / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"b": 0}, "merges": []}}))
+    file = job_file()
+    manifest = json.loads((data / "manifest.json").read_text())
+    manifest["tokenizer_sha256"] = hashlib.sha256((data / "tokenizer.json").read_bytes()).hexdigest()
+    (data / "manifest.json").write_text(json.dumps(manifest))
+    text = fresh("submit", file, "--set", f"model={{init_from: {model}}}", code=2)
+    assert message in text and text.startswith("error: ")
+    assert not (fresh.home / "head.log").exists()
+
+
+def test_the_tokenizer_that_is_not_a_file_is_answered_with_how_to_get_one(fresh, tmp_path, model):
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
+    command = ("tokenize", tmp_path / "texts.jsonl", "--out", tmp_path / "out", "--tokenizer")
+    assert f"AutoTokenizer.from_pretrained('{model}').save_pretrained('{model}') writes one" in fresh(*command, model / "tokenizer.json", code=2)
+    (model / "tokenizer.json").write_text("{}")
+    assert f"is a folder; expected a tokenizer.json file. Give {model / 'tokenizer.json'}." in fresh(*command, model, code=2)
+
+
+def test_what_is_no_model_is_neither_continued_nor_exported(fresh, tmp_path, model, data):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    for path, message in ((tmp_path / "adapter", "is an adapter; its base is not in it"), (data, "is a folder of token shards"), (tmp_path / "x", "no such folder")):
+        assert message in fresh("generate", path, "--prompt", "a", code=1)
+    for path, message in ((tmp_path / "x", "is missing"), (model, "is a folder without manifest.json"), (data, "is a folder of token shards")):
+        assert message in fresh("export", path, tmp_path / "out", code=1)
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_down_without_a_cluster_is_no_error(fresh):
