@@ -85,7 +85,7 @@ def test_an_export_never_overwrites_and_a_broken_checkpoint_is_named(tmp_path):
     (tmp_path / "out" / "precious").touch()
     with pytest.raises(ConfigError, match="not empty"):
         export(tmp_path / "small", tmp_path / "out")
-    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+    with pytest.raises(CheckpointError, match="is missing; expected a checkpoint"):
         export(tmp_path / "nothing", tmp_path / "new")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["precious"] and not (tmp_path / "new").exists()
 
