@@ -58,8 +58,8 @@ MODEL_GOALS = {
         Goal("llama step / transformers", 0.9, TIME_NOISE, is_time=True),
         Goal("gpt_neox-64k step / transformers", 0.9, TIME_NOISE, is_time=True),
         Goal("llama-64k step / transformers", 0.9, TIME_NOISE, is_time=True),
-        Goal("loss peak / at once, fp32", 0.6, MEMORY_NOISE),
-        Goal("loss peak / at once, bf16", 0.4, MEMORY_NOISE),
+        Goal("loss peak / at once, fp32", 0.5, MEMORY_NOISE),
+        Goal("loss peak / at once, bf16", 0.3, MEMORY_NOISE),
     )
 }
 GOALS = ENGINE_GOALS | MODEL_GOALS

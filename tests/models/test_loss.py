@@ -39,6 +39,7 @@ def gradients(total, *tensors):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_loss_and_gradients_are_those_of_all_logits_at_once(options, piece, monkeypatch):
     monkeypatch.setattr(losses, "_PIECE_NUMEL", piece)
+    monkeypatch.setattr(losses, "_BLOCK_NUMEL", 3 * VOCABULARY)  # 23 tokens in pieces of 7 in blocks of 3
     hidden, weight, labels = problem()
     expected = at_once(hidden, weight, labels, options)
     wanted = gradients(expected, hidden, weight)
