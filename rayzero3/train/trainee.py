@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rayzero3.config import Job
 from rayzero3.config.architectures import Transformers
 from rayzero3.engine import LossScaler, Zero3Adam, Zero3Layer, Zero3Model, Zero3Sequential, generator_for, hybrid_mesh, shard_model
+from rayzero3.errors import ConfigError
 from rayzero3.models import build as families
 from rayzero3.models import foreign
 from rayzero3.models.context import Context
@@ -115,6 +116,9 @@ def check_model(job: Job, vocab_size: int) -> list[str]:
         As `build`.
     """
     parts, _ = _parts(job, vocab_size, DropoutKeys(job.seed))
+    if isinstance(job.model, Transformers) and (rows := parts[0][1].get_input_embeddings().weight.shape[0]) < vocab_size:
+        do = "Tokenize again with the tokenizer that belongs to the model."
+        raise ConfigError(f"the vocabulary of {job.model.transformers}", rows, f"the tokenizer has {vocab_size} tokens", do)
     if job.model.init_from is not None:
         check_names(parts, SafetensorsWeights(job.model.init_from))
     found = foreign.dropouts(parts[0][1]) if isinstance(job.model, Transformers) else []

@@ -156,6 +156,12 @@ def test_a_mistake_is_told_before_a_worker_starts(mistake, kind, folder, tmp_pat
         check_model(job_of(tmp_path, folder, tune, MODELS[kind]), 0)
 
 
+def test_a_tokenizer_that_transformers_own_model_has_no_rows_for_is_told_before_a_worker_starts(folder, tmp_path):
+    check_model(job_of(tmp_path, folder, {}, "transformers"), 300)
+    with pytest.raises(ConfigError, match="is 300; the tokenizer has 301 tokens"):
+        check_model(job_of(tmp_path, folder, {}, "transformers"), 301)
+
+
 @pytest.mark.parametrize("change", [{"intermediate_size": 64}, {"num_hidden_layers": 4}, {"num_hidden_layers": 2}, {"attention_bias": False}])
 def test_weights_of_another_shape_are_refused_in_both_directions(change, tmp_path):
     folders.make_folder(tmp_path, "Llama", attention_bias=True)
