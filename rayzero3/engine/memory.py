@@ -19,6 +19,7 @@ class Memory:
         world_size: Ranks that share them, N.
         per_parameter: Bytes per trainable parameter over N between steps: chunk, two moments, average.
         between_steps: The chunks and the optimizer's state, alignment and frozen chunks included.
+        frozen: The frozen chunks among them.
         gradients: The chunks' gradients, which come on top during a step.
         layers: Full parameters at once: those that are whole all the time, 1 + prefetch of the others, and what the last layer or a budget keeps.
         flat_gradients: Full gradients at once: one that fills and one in flight, or those of all layers where they are held; and as
@@ -30,6 +31,7 @@ class Memory:
     world_size: int
     per_parameter: int
     between_steps: int
+    frozen: int
     gradients: int
     layers: int
     flat_gradients: int
@@ -42,8 +44,9 @@ class Memory:
 
     def __str__(self) -> str:
         where = " in host memory" if self.offloaded else ""
+        frozen = f" + {self.frozen / _MIB:,.1f} MiB frozen" if self.frozen else ""
         return (
-            f"{self.between_steps / _MIB:,.1f} MiB{where} between steps ({self.per_parameter} bytes x {self.parameters:,} / {self.world_size} + alignment), "
+            f"{self.between_steps / _MIB:,.1f} MiB{where} between steps ({self.per_parameter} bytes x {self.parameters:,} / {self.world_size}{frozen} + alignment), "
             f"in a step + {self.gradients / _MIB:,.1f} gradients{where} + {self.layers / _MIB:,.1f} whole layers "
             f"+ {self.flat_gradients / _MIB:,.1f} full gradients + activations"
         )
@@ -69,6 +72,7 @@ def predict(model: Zero3Model, optimizer: Zero3Adam, hold_gradients: bool = Fals
         world_size=model.comm.world_size,
         per_parameter=per_parameter,
         between_steps=per_parameter * elements + frozen,
+        frozen=frozen,
         gradients=4 * elements,
         layers=constant + sum(largest) + last + min(keep_fetched_bytes, sum(passing)),
         flat_gradients=sum(sizes if hold_gradients else sizes[:2]) + sizes[0],

@@ -135,4 +135,5 @@ def test_the_printed_prediction_is_what_is_held(world_size, options):
         assert 0 < most["flat gradients"] <= memory.flat_gradients
         if "frozen" in OPTIONS[options]:
             assert memory.parameters == 3 * (12 + 25 + 12), "the biases alone have a gradient and moments"
+            assert f"/ {world_size} + {memory.frozen / 2**20:,.1f} MiB frozen" in str(memory)
         assert f"{memory.per_parameter} bytes x {memory.parameters:,} / {world_size}" in str(memory)
