@@ -9,6 +9,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,17 +34,17 @@ RAY = {"cli", "test_job.py", "test_stream.py", "test_tokenize.py", "test_shards.
 """Folders and files of tests that start clusters. One process runs them all, one after the other; another one runs the rest."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "xdist_group(name): tests that run in one process, where pytest-xdist is there")
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole files to one process, and all that start clusters to one and the same. (pytest 9.2 does not heed pytest-xdist's own groups.)"""
+    from xdist.scheduler import LoadScopeScheduling
 
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return "ray" if RAY & set(path.split("/")) else path
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if RAY & set(item.path.parts):
-            item.add_marker(pytest.mark.xdist_group("ray"))
-        else:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
+    return Groups(config, log)
 
 
 @pytest.fixture(scope="session")
