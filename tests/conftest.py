@@ -30,7 +30,7 @@ os.environ.update(
 )
 
 
-RAY = {"cli", "test_job.py", "test_stream.py", "test_tokenize.py", "test_shards.py"}
+RAY = {"cli", "test_baselines.py", "test_job.py", "test_stream.py", "test_tokenize.py", "test_shards.py"}
 """Folders and files of tests that start clusters. One process runs them all, one after the other; another one runs the rest."""
 
 
