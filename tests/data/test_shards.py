@@ -13,7 +13,7 @@ import pytest
 
 from rayzero3.data.manifest import MANIFEST, TOKENIZER, Manifest, check_shards
 from rayzero3.data.pack import packing_index
-from rayzero3.data.reader import WindowReader
+from rayzero3.data.reader import NO_TOKEN, WindowReader
 from rayzero3.errors import DataError
 
 SHARD = "train-00000.parquet"
@@ -169,7 +169,7 @@ def test_the_reader_returns_the_documents_stream(folder):
     assert len(stream) == manifest.tokens("train") and reader.num_samples == (len(stream) - 1) // 50
     ids = np.array([reader.num_samples - 1, 0, -1, reader.num_samples // 2])
     rows = reader.read(ids)
-    assert rows.dtype == np.int32 and not rows[2].any()
+    assert rows.dtype == np.int32 and (rows[2] == NO_TOKEN).all()
     for row, sample in zip(rows, ids, strict=True):
         if sample >= 0:
             assert np.array_equal(row, stream[sample * 50 : sample * 50 + 51])
