@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "rayzero3.engine", "rayzero3.train.trainee", "rayzero3.checkpoint.load"])
+_context.set_forkserver_preload(
+    [
+        *("torch", "torch.distributed", "torch._dynamo", "pytest", "ray.train", "transformers", "transformers.modeling_utils"),
+        *("rayzero3.engine", "rayzero3.train.trainee", "rayzero3.checkpoint.load"),
+    ]
+)
+"""What the tests' modules import, once for all ranks."""
 TIMEOUT_S = 60
 
 
