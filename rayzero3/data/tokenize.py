@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rayzero3.data.documents import UNREADABLE, Unit, find_files, is_validation, read_documents, shard_units
 from rayzero3.data.manifest import DTYPES, MANIFEST, SPLITS, TOKENIZER, Manifest, RowGroup, Shard, sha256
+from rayzero3.data.tokenizer import encode, read_tokenizer
 from rayzero3.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -47,8 +48,9 @@ def tokenize(
 ) -> Manifest:
     """Write token shards of some texts. Ray must be initialised.
 
-    A text file is a document; a line of a JSONL file is one. Files that are not UTF-8, or may not be read, are skipped and listed in the manifest. A document
-    goes to the validation split by a hash of its text. If `out` already holds shards of the same inputs and settings, they are kept.
+    A text file is a document; a line of a JSONL file is one. Files that are not UTF-8, or may not be read, are skipped and listed in the manifest.
+    A document begins with what the tokenizer's template puts there and ends with its end; it goes to the validation split by a hash of its text.
+    If `out` already holds shards of the same inputs and settings, they are kept.
 
     Args:
         inputs: Files and folders.
@@ -71,17 +73,17 @@ def tokenize(
     if (manifest := _reusable(out, fingerprint)) is not None:
         tell(f"{out} holds the shards of these inputs already")
         return manifest
-    out.mkdir(parents=True, exist_ok=True)
-    _clear(out)
     shards = shard_units(files)
     if tokenizer is None:
         tell(f"training a tokenizer of {vocab_size} tokens")
         model = _train(shards, vocab_size, validation_fraction, text_key)
     else:
-        model = _load(tokenizer)
+        model = read_tokenizer(tokenizer)
+    end, size = _end_of_document(model, tokenizer), model.get_vocab_size()
+    out.mkdir(parents=True, exist_ok=True)
+    _clear(out)
     model.save(str(out / TOKENIZER))
     tell(f"tokenizing {len(files)} files into {len(shards)} shards")
-    end, size = _end_of_document(model, tokenizer), model.get_vocab_size()
     dtype = "uint16" if size <= 2**16 else "uint32"
     write = partial(_write_shard, out=str(out), end=end, dtype=dtype, fraction=validation_fraction, text_key=text_key)
     results = _in_parallel(write, [{"index": index, "units": [asdict(unit) for unit in units]} for index, units in enumerate(shards)])
@@ -200,13 +202,6 @@ def _train(shards: list[list[Unit]], vocab_size: int, fraction: float, text_key:
     return model
 
 
-def _load(tokenizer: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(tokenizer))
-    except Exception as error:  # the library raises bare Exception
-        raise DataError(f"the tokenizer {tokenizer}", "broken", str(error), "Give a tokenizer.json of the `tokenizers` library.") from None
-
-
 def _end_of_document(model: Tokenizer, path: Path | None) -> int:
     for token in _KNOWN_ENDS:
         if (number := model.token_to_id(token)) is not None:
@@ -220,15 +215,14 @@ def _file(split: str, index: int) -> str:
 
 def _write_shard(item: dict[str, Any], out: str, end: int, dtype: str, fraction: float, text_key: str) -> dict[str, Any]:
     """Tokenize the units of one shard; per split the (documents, tokens) of each row group, and the files that were no text."""
-    model = Tokenizer.from_file(str(Path(out, TOKENIZER)))
+    model = read_tokenizer(Path(out, TOKENIZER))
     model.encode_special_tokens = True  # text that looks like a special token stays text
     skipped: list[str] = []
     documents: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     for unit in (Unit(**unit) for unit in item["units"]):
         try:
             for text in read_documents(unit, text_key):
-                ids = model.encode(text, add_special_tokens=False).ids
-                documents[SPLITS[is_validation(text, fraction)]].append(np.array([*ids, end], dtype=dtype))
+                documents[SPLITS[is_validation(text, fraction)]].append(np.array([*encode(model, text), end], dtype=dtype))
         except UNREADABLE:
             skipped.append(unit.name)
     return {"skipped": skipped} | {split: _write_split(Path(out, _file(split, item["index"])), documents[split], dtype) for split in SPLITS}

@@ -25,10 +25,11 @@ from rayzero3.config import Job, parse_job
 from rayzero3.config.huggingface import CONFIG, read_config, section_of
 from rayzero3.config.sections import WorkersSection
 from rayzero3.config.values import Count, CountOrZero, Section
+from rayzero3.data.tokenizer import read_tokenizer
 from rayzero3.errors import CheckpointError, ClusterError, CollectiveError, ConfigError, RayZero3Error, TrainingError
 from rayzero3.models.generate import Sampling
 from rayzero3.models.weights import SafetensorsWeights
-from rayzero3.train.text import continue_texts, encode, read_tokenizer, with_ends
+from rayzero3.train.text import continue_texts, tokens_of, with_ends
 from rayzero3.train.trainee import build
 
 
@@ -79,7 +80,7 @@ def in_this_process(request: Request) -> dict[int, str]:
 def check(request: Request) -> None:
     """What can be known to be wrong before a worker starts. Raises as `texts` does."""
     job, _, _, tokenizer = _source(request)
-    encode(read_tokenizer(tokenizer), request.prompts)
+    tokens_of(read_tokenizer(tokenizer), request.prompts)
     if job.model.init_from is not None:
         SafetensorsWeights(job.model.init_from)
 
@@ -169,7 +170,10 @@ def on_the_cluster(request: Request) -> dict[int, str]:
             return self.found
 
     workers = WorkersSection(count=request.workers, device=request.device)
-    resources = Resources.of(workers, ray.cluster_resources())
+    try:
+        resources = Resources.of(workers, ray.cluster_resources())
+    except ClusterError as error:
+        raise ClusterError("--workers", error.got, error.expected, "Give fewer --workers, or --device cpu, or add nodes.") from None
     name = f"generate-{os.getpid()}"
     gathered = ray.remote(num_cpus=0)(Texts).remote()
     trainer = TorchTrainer(

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 
+from rayzero3.data.tokenizer import encode
 from rayzero3.engine import generator_for
 from rayzero3.errors import ConfigError
 from rayzero3.models.generate import Sampling, generate
 from rayzero3.train.trainee import Trainee
 
 
-def read_tokenizer(path: Path) -> Tokenizer:
-    """A tokenizer.json. Raises ConfigError if it is none."""
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"the tokenizer {path}", "not readable", str(error), "Text needs the tokenizer.json that belongs to the model.") from None
-
-
-def encode(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
+def tokens_of(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
     """The tokens of each prompt. Raises ConfigError if one has none."""
-    ids = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+    ids = [encode(tokenizer, prompt) for prompt in prompts]
     if empty := [index for index, tokens in enumerate(ids) if not tokens]:
         raise ConfigError(f"prompt {empty[0] + 1}", repr(prompts[empty[0]]), "it has no tokens to go on from", "Write at least a word.")
     return ids
@@ -41,7 +33,7 @@ def continue_texts(
     """
     comm = trainee.model.comm
     own = list(range(len(prompts)))[comm.total_rank :: comm.total_size]
-    ids = encode(tokenizer, prompts)
+    ids = tokens_of(tokenizer, prompts)
 
     def all_done(done: bool) -> bool:
         return not comm.sum_rows(torch.tensor([not done], dtype=torch.int64, device=device), "texts that go on").item()

@@ -24,6 +24,7 @@ from rayzero3.checkpoint.save import save
 from rayzero3.config import Job, parse_job
 from rayzero3.data.manifest import TOKENIZER, Manifest
 from rayzero3.data.stream import training_batches, validation_batches
+from rayzero3.data.tokenizer import read_tokenizer
 from rayzero3.engine import predict
 from rayzero3.models.flops import peak_flops
 from rayzero3.models.generate import Sampling
@@ -31,7 +32,7 @@ from rayzero3.train.loop import steps
 from rayzero3.train.metrics import Gauges, Metrics
 from rayzero3.train.run import Run
 from rayzero3.train.step import validation_loss
-from rayzero3.train.text import continue_texts, read_tokenizer
+from rayzero3.train.text import continue_texts
 from rayzero3.train.trainee import Trainee, build, dtypes
 
 

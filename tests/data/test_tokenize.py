@@ -13,6 +13,7 @@ from rayzero3.data import documents
 from rayzero3.data.manifest import MANIFEST, TOKENIZER, Manifest, check_shards
 from rayzero3.data.tokenize import _hash_file, _write_shard, tokenize
 from rayzero3.errors import DataError
+from tests.data.test_tokenizer import END, TEMPLATES, TEXT, make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -101,6 +102,23 @@ def test_a_file_that_may_not_be_read_is_skipped_and_named(shards, tmp_path, monk
     assert written == {"skipped": ["a.txt"], "train": [], "validation": []}
     monkeypatch.setattr("builtins.open", refuse)
     assert _hash_file(unit) == "not readable"
+
+
+def test_documents_begin_as_the_tokenizer_says_and_one_that_will_not_do_costs_no_shards(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    make_tokenizer(tmp_path / "tokenizer.json", TEMPLATES["Llama's"])
+    manifest = tokenize([tmp_path], tmp_path / "out", tokenizer=tmp_path / "tokenizer.json", validation_fraction=0.0)
+    (row,) = (row.as_py() for row in pq.read_table(tmp_path / "out" / manifest.splits["train"][0].file).column("tokens"))
+    assert row[0] == 0 and row[-1] == manifest.eod_id == 1
+    assert Tokenizer.from_file(str(tmp_path / "out" / TOKENIZER)).decode(row[1:-1]) == TEXT
+    before = content(tmp_path / "out")
+    make_tokenizer(tmp_path / "other.json", None)
+    endless = (tmp_path / "other.json").read_text().replace(END, "</end>")
+    for text, message in [("{}", "not readable"), (endless, "has no token that ends a document")]:
+        (tmp_path / "other.json").write_text(text)
+        with pytest.raises(DataError, match=message):
+            tokenize([tmp_path], tmp_path / "out", tokenizer=tmp_path / "other.json")
+    assert content(tmp_path / "out") == before
 
 
 def test_copies_of_a_document_are_never_split(tmp_path):
