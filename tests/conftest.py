@@ -26,6 +26,7 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",
     RAY_TRAIN_ENABLE_PRINT_PATCH="0",
+    RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",  # a process for each start of workers, for machines that are taken back
     PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
 )
 

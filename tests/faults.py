@@ -11,31 +11,39 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FailAt:
-    """Strike rank `rank` at step `step`, in the first attempt only.
+    """Strike rank `rank` at step `step`, once.
 
     Args:
         how: "kill" ends the process with SIGKILL after the step; "raise" raises ValueError there; "kill in save" ends it when half of
             its file of the checkpoint of that step is written.
         marker: File that remembers that the fault has struck.
+        then: Another fault, for the attempt that follows.
     """
 
     rank: int
     step: int
     how: str
     marker: Path
+    then: FailAt | None = None
 
     def __call__(self, config: dict[str, Any]) -> None:
         import ray.train
 
+        from rayzero3.train import worker
+
+        self._arm(ray.train.get_context().get_world_rank())
+        worker.train_worker(config)
+
+    def _arm(self, rank: int) -> None:
         from rayzero3.checkpoint import save
         from rayzero3.train import worker
 
-        if ray.train.get_context().get_world_rank() == self.rank:
-            if self.how == "kill in save":
-                save._write = self._half(save._write)
-            else:
-                worker.steps = self._after(worker.steps)
-        worker.train_worker(config)
+        if rank == self.rank and self.how == "kill in save":
+            save._write = self._half(save._write)
+        elif rank == self.rank:
+            worker.steps = self._after(worker.steps)
+        if self.then is not None and self.marker.exists():
+            self.then._arm(rank)
 
     def _after(self, steps):
         def struck(*args):

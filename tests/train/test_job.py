@@ -90,7 +90,6 @@ def test_the_run_folder_tells_what_happened(undisturbed):
 
 
 OTHERWISE = {
-    "one worker": {"workers": {"count": 1}},
     "three workers, offloaded, reduced and fetched once a step, averaged": {
         "workers": {"count": 3},
         "train": {"offload": True, "reduce_every": "step", "keep_fetched_bytes": "1MiB", "average_decay": 0.5},
@@ -116,55 +115,37 @@ def test_the_same_samples_and_losses_at_other_sizes_and_settings(undisturbed, sh
     assert all(average not in (None, loss) if job.train.average_decay else average is None for average, loss in zip(averages, validations(run), strict=True))
 
 
-def test_a_worker_killed_at_step_7_costs_nothing_but_time(undisturbed, shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "train_worker", FailAt(1, 7, "kill", tmp_path / "struck"))
+def test_workers_killed_after_a_step_and_in_the_middle_of_a_save_cost_nothing_but_time(undisturbed, shards, tmp_path, monkeypatch):
+    in_save = FailAt(1, 10, "kill in save", tmp_path / "struck in save")
+    monkeypatch.setattr(launch, "train_worker", FailAt(0, 7, "kill", tmp_path / "struck", then=in_save))
     job = job_of(tmp_path, shards)
     launch.run_job(job)
     run = Run(job.run_folder)
     starts = [event for event in read_lines(run.events) if event["event"] == "start"]
-    assert [(start["attempt"], start["step"]) for start in starts] == [(1, 0), (2, 5)]
+    assert [(start["attempt"], start["step"]) for start in starts] == [(1, 0), (2, 5), (3, 5)] and in_save.marker.exists()
     assert losses(run) == losses(undisturbed)
     assert samples_by_step(run) == samples_by_step(undisturbed)
     assert_same_checkpoint(run, undisturbed)
+    assert [folder.name for folder in folders(run.checkpoints)] == ["step-00000005.attempt-0001", "step-00000010.attempt-0003"]
 
 
-def test_a_worker_killed_in_the_middle_of_a_save_leaves_the_one_before(undisturbed, shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "train_worker", FailAt(1, 10, "kill in save", tmp_path / "struck"))
-    job = job_of(tmp_path, shards)
-    launch.run_job(job)
-    run = Run(job.run_folder)
-    starts = [event for event in read_lines(run.events) if event["event"] == "start"]
-    assert [(start["attempt"], start["step"]) for start in starts] == [(1, 0), (2, 5)]
-    assert losses(run) == losses(undisturbed)
-    assert_same_checkpoint(run, undisturbed)
-    assert not any("attempt-0001" in folder.name and "00000010" in folder.name for folder in folders(run.checkpoints))
-
-
-def test_five_steps_at_two_then_five_at_one(undisturbed, shards, tmp_path):
-    schedule = {"train": {"steps": 10, "global_batch": 7, "micro_batch": 2, "learning_rate": 1e-2, "warmup_steps": 2, "clip_norm": 1.0}}
-    first = job_of(tmp_path, shards, **schedule)
-    half = first.model_copy(update={"checkpoint": first.checkpoint.model_copy(update={"every_steps": 5})})
+def test_a_run_that_failed_at_two_workers_shows_why_and_goes_on_at_one(undisturbed, shards, tmp_path):
+    first = job_of(tmp_path, shards, workers=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "train_worker", FailAt(0, 6, "raise", tmp_path / "struck"))
-        with pytest.raises(TrainingError):
-            launch.run_job(half.model_copy(update={"workers": half.workers.model_copy(update={"max_restarts": 0})}))
-    launch.run_job(job_of(tmp_path, shards, workers=1, **schedule))
+        patch.setattr(launch, "train_worker", FailAt(1, 6, "raise", tmp_path / "struck"))
+        with pytest.raises(TrainingError, match="training failed: rank 1, after step 5, in attempt 1.*injected fault") as failure:
+            launch.run_job(first.model_copy(update={"workers": first.workers.model_copy(update={"max_restarts": 0})}))
+    (file,) = (first.run_folder / "rank-0001").glob("error-*.txt")
+    assert str(file) in str(failure.value)
+    assert 'raise ValueError("injected fault")' in file.read_text()
+    launch.run_job(job_of(tmp_path, shards, workers=1))
     run = Run(first.run_folder)
     starts = [(event["workers"], event["step"]) for event in read_lines(run.events) if event["event"] == "start"]
     assert starts == [(2, 0), (1, 5)]
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-5)
     assert samples_by_step(run) == samples_by_step(undisturbed)
-
-
-def test_an_exception_shows_rank_and_cause_and_leaves_its_traceback(shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "train_worker", FailAt(1, 3, "raise", tmp_path / "struck"))
-    job = job_of(tmp_path, shards, workers=2, steps=4)
-    job = job.model_copy(update={"workers": job.workers.model_copy(update={"max_restarts": 0})})
-    with pytest.raises(TrainingError, match="training failed: rank 1, after step 2, in attempt 1.*injected fault") as failure:
-        launch.run_job(job)
-    (file,) = (job.run_folder / "rank-0001").glob("error-*.txt")
-    assert str(file) in str(failure.value)
-    assert 'raise ValueError("injected fault")' in file.read_text()
+    assert validations(run) == pytest.approx(validations(undisturbed), rel=1e-5)
+    assert validations(run, "texts") == validations(undisturbed, "texts")
 
 
 def test_a_finished_run_submitted_again_trains_nothing(undisturbed, shards, capsys):
@@ -192,7 +173,7 @@ def test_more_workers_than_the_cluster_has_are_refused_at_once(shards, tmp_path)
     assert not os.path.exists(job.run_folder / "events.jsonl")
 
 
-def test_a_run_that_is_asked_to_stop_saves_the_step_it_is_at_and_goes_on_from_there(shards, tmp_path):
+def test_a_run_that_is_asked_to_stop_saves_the_step_it_is_at(shards, tmp_path):
     """With a checkpoint in every step, where the request is read with the checkpoint's own look at the metrics."""
     job = job_of(tmp_path, shards, steps=100_000, checkpoint={"every_steps": 1})
     run = Run(job.run_folder)
@@ -209,5 +190,3 @@ def test_a_run_that_is_asked_to_stop_saves_the_step_it_is_at_and_goes_on_from_th
     asker.join()
     stopped = newest(run.checkpoints)[1].step
     assert 3 <= stopped < 100_000 and [line["step"] for line in read_lines(run.metrics)] == list(range(1, stopped + 1))
-    assert launch.run_job(job_of(tmp_path, shards, steps=stopped + 2)) == 0
-    assert [line["step"] for line in read_lines(run.metrics)] == list(range(1, stopped + 3))
