@@ -10,7 +10,7 @@ demo: .venv/ready
 	$(BIN)/rayzero3 submit jobs/quickstart.yaml
 
 test: .venv/ready
-	$(BIN)/python -m pytest -n 2 --dist loadscope
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 bench-engine: .venv/ready
 	$(BIN)/python -m bench.engine

@@ -31,19 +31,20 @@ os.environ.update(
 )
 
 
-RAY = {"cli", "test_baselines.py", "test_job.py", "test_stream.py", "test_tokenize.py", "test_shards.py"}
-"""Folders and files of tests that start clusters. One process runs them all, one after the other; another one runs the rest."""
+CLUSTER = {"test_baselines.py", "test_job.py", "test_stream.py", "test_tokenize.py", "test_shards.py"}
+"""Tests that use the session's cluster: one process runs them all, and starts it. Another one runs all that start heads of their own."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Whole files to one process, and all that start clusters to one and the same. (pytest 9.2 does not heed pytest-xdist's own groups.)"""
+    """Whole files to one process, and those that share a cluster to one and the same. (pytest 9.2 does not heed pytest-xdist's own groups.)"""
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.partition("::")[0]
-            return "ray" if RAY & set(path.split("/")) else path
+            parts = path.split("/")
+            return "tests/cli" if "cli" in parts else "the cluster" if parts[-1] in CLUSTER else path
 
     return Groups(config, log)
 
@@ -52,14 +53,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def ray_cluster() -> Iterator[None]:
     """Two raylets of 4 logical CPUs each, token authentication on, this process connected as a driver.
 
-    With a dashboard: where there is none, Ray Train waits 12 s for an answer from it at the end of every job.
+    With a dashboard: where there is none, Ray Train waits 12 s for an answer from it at the end of every job. Its port is some way from those
+    that the heads of other tests take at the same time.
     """
     import ray
     from ray.cluster_utils import Cluster
 
     from rayzero3.cli.head import _free_ports
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": True, "dashboard_port": _free_ports(1)[0]})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": True, "dashboard_port": _free_ports(20)[-1]})
     cluster.add_node(num_cpus=4)
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     yield

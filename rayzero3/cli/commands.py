@@ -125,12 +125,14 @@ def tokenize(
     os.environ.update(head.ENVIRONMENT)
     import ray
 
+    from rayzero3.data.tokenize import check_inputs
     from rayzero3.data.tokenize import tokenize as write_shards
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
+    paths = [Path(path) for path in inputs]
+    check_inputs(paths, tokenizer, vocab_size, pattern, validation_fraction, exclude)  # before Ray takes its seconds to start
     ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
     try:
-        paths = [Path(path) for path in inputs]
         manifest = write_shards(paths, out, tokenizer, vocab_size, pattern, validation_fraction, text_key, exclude, tell=note)
     finally:
         ray.shutdown()

@@ -65,8 +65,7 @@ def tokenize(
     Raises:
         DataError: an input, a line, a setting or the tokenizer is wrong.
     """
-    _check_settings(tokenizer, vocab_size, validation_fraction)
-    files = find_files(inputs, pattern, exclude)
+    files = check_inputs(inputs, tokenizer, vocab_size, pattern, validation_fraction, exclude)
     settings = [vocab_size, sha256(tokenizer) if tokenizer else None, validation_fraction, text_key]
     hashes = _in_parallel(_hash_file, [{"path": str(path)} for path, _ in files])
     fingerprint = hashlib.sha256(json.dumps([settings, [[name, digest] for (_, name), digest in zip(files, hashes, strict=True)]]).encode()).hexdigest()
@@ -103,7 +102,10 @@ def tokenize(
     return manifest
 
 
-def _check_settings(tokenizer: Path | None, vocab_size: int | None, validation_fraction: float) -> None:
+def check_inputs(
+    inputs: Sequence[Path], tokenizer: Path | None, vocab_size: int | None, pattern: str, validation_fraction: float, exclude: Sequence[str]
+) -> list[tuple[Path, str]]:
+    """The files that `tokenize` would read, and their names. No Ray. Raises DataError as it does, as far as can be told without opening them."""
     if (tokenizer is None) == (vocab_size is None):
         raise DataError("the tokenizer", None, "expected either a tokenizer file or a vocabulary size to train one", "Give one of --tokenizer, --vocab-size.")
     if vocab_size is not None and vocab_size < 257:
@@ -113,6 +115,9 @@ def _check_settings(tokenizer: Path | None, vocab_size: int | None, validation_f
     if tokenizer is not None and not Path(tokenizer).is_file():
         folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
         raise DataError(f"the tokenizer {tokenizer}", "a folder" if folder == Path(tokenizer) else "missing", "expected a tokenizer.json file", _tokenizer_of(folder))
+    if tokenizer is not None:
+        _end_of_document(read_tokenizer(tokenizer), tokenizer)
+    return find_files(inputs, pattern, exclude)
 
 
 def _tokenizer_of(folder: Path) -> str:

@@ -94,11 +94,13 @@ def test_a_head_that_cannot_start_shows_the_end_of_its_log(fresh):
     assert fresh.head is None
 
 
-def test_a_head_that_a_busy_machine_kept_waiting_is_started_again(fresh, tmp_path):
+def test_a_head_that_a_busy_machine_kept_waiting_is_started_again_and_its_two_cpus_do_for_two_workers_and_their_data(fresh, tmp_path, job_file, data):
     (tmp_path / "busy_once.py").write_text(BUSY_ONCE.format(mark=tmp_path / "mark"))
     fresh.variables |= {"RAY_START_HOOK": "busy_once.hook", "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"}
     fresh("cluster", "up", "--num-cpus", "2")
     assert (tmp_path / "mark").exists() and fresh.head is not None
+    tight = job_file("tight", workers={"count": 2}, train={"steps": 3, "global_batch": 5, "micro_batch": 2})
+    assert "step 3/3" in fresh("submit", tight)
 
 
 def test_the_heads_ports_are_free_ones_that_the_system_never_deals_out_by_itself():
@@ -121,12 +123,3 @@ def test_a_stale_record_is_no_cluster(cli, fresh):
     assert "no cluster" in fresh("list", code=3)
     assert "no cluster" in fresh("cluster", "down"), "a process with another start time is not ours to end"
     cli("list")
-
-
-def test_two_workers_on_two_cpus_leave_something_for_the_data(fresh, job_file, data):
-    fresh("cluster", "up", "--num-cpus", 2)
-    try:
-        tight = job_file("tight", workers={"count": 2}, train={"steps": 3, "global_batch": 5, "micro_batch": 2})
-        assert "step 3/3" in fresh("submit", tight)
-    finally:
-        fresh("cluster", "down")

@@ -47,6 +47,17 @@ def quickstart(tmp_path_factory):
     cli("cluster", "down")
 
 
+def steps_of(run: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for_step(cli: Cli, run: Path, step: int) -> None:
+    until = time.monotonic() + 300
+    while steps_of(run)[-1] < step:
+        assert time.monotonic() < until, "the job does not get going:\n" + cli("logs", "quickstart")
+        time.sleep(0.2)
+
+
 def test_the_follower_sees_progress_checkpoints_the_curve_and_what_counting_gives(quickstart):
     _, output, run, _ = quickstart
     assert "starting a Ray head on this machine, on loopback" in output
@@ -74,21 +85,18 @@ def test_submitted_again_it_goes_on_and_a_stop_saves_the_step_it_is_at(quickstar
     cli(*longer, "--detach")
     assert "already" in cli(*longer, "--detach", code=2)
     follower = cli.start("logs", "quickstart", "--follow")
-    until = time.monotonic() + 300
-    while not (lines := (run / "metrics.jsonl").read_text().splitlines()) or json.loads(lines[-1])["step"] < 10:
-        assert time.monotonic() < until, "the job does not get going:\n" + cli("logs", "quickstart")
-        time.sleep(0.2)
-    assert json.loads(lines[8])["step"] == 9, "the step after the last of the run before"
+    wait_for_step(cli, run, 10)
+    assert steps_of(run)[8] == 9, "the step after the last of the run before"
     assert "STOPPED" in cli("stop", "quickstart")
     text, _ = follower.communicate(timeout=60)
     assert follower.returncode == 130 and "attempt 2 goes on after step 8" in text and "submit the job again to go on" in text
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    last = steps_of(run)[-1]
     assert (run / f"checkpoints/step-{last:08d}.attempt-0002/manifest.json").exists()
 
 
 def test_gauges_are_on_rays_own_metrics_endpoint_of_a_run_that_goes_on_where_it_was_stopped(quickstart):
     cli, _, run, submit = quickstart
-    stopped = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    stopped = steps_of(run)[-1]
     code = """
 import time, urllib.request
 from rayzero3.cli import auth, head
@@ -108,10 +116,10 @@ print([line for line in text.splitlines() if line.startswith("ray_rayzero3_step"
     longer = [word.replace("train.steps=8", "train.steps=100000") for word in submit]
     cli(*longer, "--detach")
     try:
+        wait_for_step(cli, run, stopped + 1)
         text = cli.python("-c", code)
         assert "ray_rayzero3_step" in text and 'rank="0"' in text
-        steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-        assert steps == list(range(1, len(steps) + 1)) and len(steps) > stopped > 8
+        assert stopped > 8 and steps_of(run)[: stopped + 1] == list(range(1, stopped + 2))
     finally:
         cli("stop", "quickstart")
 
