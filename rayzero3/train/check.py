@@ -82,7 +82,7 @@ class Resources:
         gpu = workers.device == "gpu" or (workers.device == "auto" and gpus >= 1)
         kind, has = ("GPU", gpus) if gpu else ("CPU", cpus)
         if count > has:
-            fewer = f"Set workers.count to at most {has:g}, or add nodes." if has >= 1 else "Set workers.device: cpu, or use a cluster with GPUs."
-            raise ClusterError("workers.count", count, f"each worker takes one {kind}, and the cluster has {gpus:g} GPUs and {cpus:g} CPUs", fewer)
+            fewer = f"Set it to at most {has:g}, or add nodes." if has >= 1 else "Set the workers' device to cpu, or use a cluster with GPUs."
+            raise ClusterError("the number of workers", count, f"each worker takes one {kind}, and the cluster has {gpus:g} GPUs and {cpus:g} CPUs", fewer)
         worker_cpus = min(1.0, cpus / (count + 1))
         return cls(gpu, worker_cpus, (cpus - count * worker_cpus) / count)

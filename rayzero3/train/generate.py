@@ -170,10 +170,7 @@ def on_the_cluster(request: Request) -> dict[int, str]:
             return self.found
 
     workers = WorkersSection(count=request.workers, device=request.device)
-    try:
-        resources = Resources.of(workers, ray.cluster_resources())
-    except ClusterError as error:
-        raise ClusterError("--workers", error.got, error.expected, "Give fewer --workers, or --device cpu, or add nodes.") from None
+    resources = Resources.of(workers, ray.cluster_resources())
     name = f"generate-{os.getpid()}"
     gathered = ray.remote(num_cpus=0)(Texts).remote()
     trainer = TorchTrainer(

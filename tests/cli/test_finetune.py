@@ -96,7 +96,7 @@ def test_a_run_with_lora_and_workers_that_share_the_model_say_what_one_process_s
 
 
 def test_what_is_wrong_with_a_request_is_told_before_it_is_sent(page, cli):
-    assert "workers.count is 5" in cli("generate", "runs/tune", "--prompt", "a", "--workers", 5, "--device", "cpu", code=3)
+    assert "the number of workers is 5" in cli("generate", "runs/tune", "--prompt", "a", "--workers", 5, "--device", "cpu", code=3)
     assert "prompt 2 is ''; it has no tokens" in cli("generate", "runs/tune", "--prompt", "a", "--prompt", "", "--workers", 2, code=2)
 
 

@@ -79,7 +79,7 @@ def test_ctrl_c_ends_the_following_and_neither_the_job_nor_the_head(cli, job_fil
 @pytest.mark.parametrize("workers", [{"count": 1, "device": "gpu"}, {"count": 5, "device": "cpu"}], ids=["gpu", "cpu"])
 def test_a_job_that_the_cluster_cannot_hold_is_refused_at_once(cli, job_file, data, workers):
     text = cli("submit", job_file("big", workers=workers), code=3)
-    assert f"workers.count is {workers['count']}" in text and "0 GPUs and 4 CPUs" in text
+    assert f"the number of workers is {workers['count']}" in text and "0 GPUs and 4 CPUs" in text
     assert "big" not in cli("list")
 
 

@@ -51,13 +51,6 @@ def steps_of(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def wait_for_step(cli: Cli, run: Path, step: int) -> None:
-    until = time.monotonic() + 300
-    while steps_of(run)[-1] < step:
-        assert time.monotonic() < until, "the job does not get going:\n" + cli("logs", "quickstart")
-        time.sleep(0.2)
-
-
 def test_the_follower_sees_progress_checkpoints_the_curve_and_what_counting_gives(quickstart):
     _, output, run, _ = quickstart
     assert "starting a Ray head on this machine, on loopback" in output
@@ -79,25 +72,7 @@ def test_status_list_and_logs_tell_the_same(quickstart):
     assert "step 8/8" in cli("logs", "quickstart") and "step 8/8" in output
 
 
-def test_submitted_again_it_goes_on_and_a_stop_saves_the_step_it_is_at(quickstart):
-    cli, _, run, submit = quickstart
-    longer = [word.replace("train.steps=8", "train.steps=100000") for word in submit]
-    cli(*longer, "--detach")
-    assert "already" in cli(*longer, "--detach", code=2)
-    follower = cli.start("logs", "quickstart", "--follow")
-    wait_for_step(cli, run, 10)
-    assert steps_of(run)[8] == 9, "the step after the last of the run before"
-    assert "STOPPED" in cli("stop", "quickstart")
-    text, _ = follower.communicate(timeout=60)
-    assert follower.returncode == 130 and "attempt 2 goes on after step 8" in text and "submit the job again to go on" in text
-    last = steps_of(run)[-1]
-    assert (run / f"checkpoints/step-{last:08d}.attempt-0002/manifest.json").exists()
-
-
-def test_gauges_are_on_rays_own_metrics_endpoint_of_a_run_that_goes_on_where_it_was_stopped(quickstart):
-    cli, _, run, submit = quickstart
-    stopped = steps_of(run)[-1]
-    code = """
+GAUGES = """
 import time, urllib.request
 from rayzero3.cli import auth, head
 auth.use(own_head=True)
@@ -113,15 +88,25 @@ for _ in range(300):
     time.sleep(0.2)
 print([line for line in text.splitlines() if line.startswith("ray_rayzero3_step") and 'run="quickstart"' in line])
 """
+
+
+def test_submitted_again_it_goes_on_shows_gauges_and_a_stop_saves_the_step_it_is_at(quickstart):
+    cli, _, run, submit = quickstart
     longer = [word.replace("train.steps=8", "train.steps=100000") for word in submit]
     cli(*longer, "--detach")
-    try:
-        wait_for_step(cli, run, stopped + 1)
-        text = cli.python("-c", code)
-        assert "ray_rayzero3_step" in text and 'rank="0"' in text
-        assert stopped > 8 and steps_of(run)[: stopped + 1] == list(range(1, stopped + 2))
-    finally:
-        cli("stop", "quickstart")
+    assert "already" in cli(*longer, "--detach", code=2)
+    follower = cli.start("logs", "quickstart", "--follow")
+    until = time.monotonic() + 300
+    while (steps := steps_of(run))[-1] < 10:
+        assert time.monotonic() < until, "the job does not get going:\n" + cli("logs", "quickstart")
+        time.sleep(0.2)
+    assert steps[8] == 9, "the step after the last of the run before"
+    text = cli.python("-c", GAUGES)
+    assert "ray_rayzero3_step" in text and 'rank="0"' in text, "on Ray's own metrics endpoint"
+    assert "STOPPED" in cli("stop", "quickstart")
+    text, _ = follower.communicate(timeout=60)
+    assert follower.returncode == 130 and "attempt 2 goes on after step 8" in text and "submit the job again to go on" in text
+    assert (run / f"checkpoints/step-{steps_of(run)[-1]:08d}.attempt-0002/manifest.json").exists()
 
 
 def test_the_dashboard_lists_the_job_with_its_name(quickstart):
@@ -136,5 +121,3 @@ print(urllib.request.urlopen(request).read().decode())
 """
     jobs = json.loads(cli.python("-c", code))
     assert any((job.get("metadata") or {}).get("name") == "quickstart" for job in jobs)
-
-
