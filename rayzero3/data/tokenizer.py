@@ -21,7 +21,10 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text behind those that the tokenizer's template puts before every text, as Llama's beginning of text. What it puts after one is left out."""
-    shown = tokenizer.encode("a")
-    before = shown.special_tokens_mask.index(0)
-    return shown.ids[:before] + tokenizer.encode(text, add_special_tokens=False).ids
+    """The tokens of a text behind those that the tokenizer's template puts before it, as Llama's beginning of text. What it puts after one is left out.
+
+    A text without a token of its own, as the empty one, has none.
+    """
+    encoding = tokenizer.encode(text)
+    added = encoding.special_tokens_mask
+    return encoding.ids[: len(added) - added[::-1].index(0)] if 0 in added else []

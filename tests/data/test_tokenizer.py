@@ -40,9 +40,18 @@ def test_a_text_begins_as_the_tokenizer_says_and_is_whole(template, tmp_path):
     path = tmp_path / "tokenizer.json"
     make_tokenizer(path, TEMPLATES[template])
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
-    for text in (TEXT, "a", "", f"{END}b"):
+    for text in (TEXT, "a", f"{END}b", f"b{END}"):
         expected = theirs(text, truncation=False, padding=False)["input_ids"]
         assert encode(read_tokenizer(path), text) == (expected[:-1] if template == "an end too" else expected)
+    assert encode(read_tokenizer(path), "") == []
+
+
+def test_a_text_of_another_alphabet_begins_so_too(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({BEGIN: 0, END: 1, "ACGT": 2}))
+    tokenizer.pre_tokenizer, tokenizer.post_processor = pre_tokenizers.Whitespace(), TEMPLATES["an end too"]
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    read = read_tokenizer(tmp_path / "tokenizer.json")
+    assert encode(read, "ACGT ACGT") == [0, 2, 2]
 
 
 def test_a_file_that_is_no_tokenizer_is_told(tmp_path):

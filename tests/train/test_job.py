@@ -166,7 +166,7 @@ def test_more_workers_than_the_cluster_has_are_refused_at_once(shards, tmp_path)
     assert not os.path.exists(job.run_folder / "events.jsonl")
 
 
-def test_a_run_that_is_asked_to_stop_saves_the_step_it_is_at(shards, tmp_path):
+def test_a_run_that_is_asked_to_stop_saves_the_step_it_is_at_and_goes_on_from_there(shards, tmp_path):
     """With a checkpoint in every step, where the request is read with the checkpoint's own look at the metrics."""
     job = job_of(tmp_path, shards, steps=100_000, checkpoint={"every_steps": 1})
     run = Run(job.run_folder)
@@ -183,3 +183,5 @@ def test_a_run_that_is_asked_to_stop_saves_the_step_it_is_at(shards, tmp_path):
     asker.join()
     stopped = newest(run.checkpoints)[1].step
     assert 3 <= stopped < 100_000 and [line["step"] for line in read_lines(run.metrics)] == list(range(1, stopped + 1))
+    assert launch.run_job(job_of(tmp_path, shards, steps=stopped + 2)) == 0
+    assert [line["step"] for line in read_lines(run.metrics)] == list(range(1, stopped + 3))
